@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,11 +49,10 @@ class TwoTensors(RecordedLearner):
 class Listeners(RecordedClient):
     """One replica that listens, and `dead` broadcasts with a second one that died before it came."""
 
-    def __init__(self, dead: int) -> None:
+    def __init__(self, receiver: Receiver, dead: int) -> None:
         super().__init__()
         self.receptions: list[Reception] = []
-        self.receiver = Receiver(3600.0)
-        self._dead = dead
+        self.receiver, self._dead = receiver, dead
 
     def audience(self, published: Published) -> Audience:
         self.reported.append(published)
@@ -66,19 +67,38 @@ class Listeners(RecordedClient):
 
 @pytest.fixture
 def sender() -> Iterator[BroadcastSender]:
-    sender = BroadcastSender("127.0.0.1", 0, timeout=3600.0)
-    yield sender
-    sender.close()
+    with closing(BroadcastSender("127.0.0.1", 0, timeout=3600.0)) as sender:
+        yield sender
+
+
+Started = Callable[..., tuple[Publishing, Listeners]]
+
+
+@pytest.fixture
+def started(sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    """started(dead=, adapter_config=, keeping=): broadcasts without pauses, and their listeners."""
+    monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
+    with closing(Receiver(3600.0)) as receiver:
+
+        def make(dead: int = 0, adapter_config: str | None = None, keeping: Keeping | None = None) -> Any:
+            listeners = Listeners(receiver, dead)
+            transport = BroadcastTransport(sender, TwoTensors(adapter_config), listeners, keeping)
+            return Publishing(transport.stage), listeners
+
+        yield make
+
+
+def settled(publishing: Publishing, version: Version) -> None:
+    """Publish, to its end."""
+    publishing.publish(version, publishing.anchor_due)
+    publishing.settle()
 
 
 def test_a_version_goes_to_the_replicas_that_are_left(
-    sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    started: Started, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
-    controller = Listeners(dead=2)
-    transport = Publishing(BroadcastTransport(sender, TwoTensors(), controller).stage)
-    transport.publish(VERSION, anchor=False)
-    transport.settle()
+    publishing, controller = started(dead=2)
+    settled(publishing, VERSION)
     assert [event.version for event in controller.reported if isinstance(event, Published)] == [VERSION] * 3
     for left in controller.receptions[:2]:
         with pytest.raises(SnapshotError, match="student-1: killed"):
@@ -86,48 +106,45 @@ def test_a_version_goes_to_the_replicas_that_are_left(
     received = controller.receptions[-1].result().tensors
     assert all(torch.equal(received[name], tensor) for name, tensor in TENSORS.items())
     assert caplog.text.count("student-1: killed") == 2
-    controller.receiver.close()
 
 
 def test_a_version_without_receivers_is_skipped_and_the_run_continues(
-    sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    started: Started, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
-    controller = Listeners(dead=12)
-    transport = Publishing(BroadcastTransport(sender, TwoTensors(), controller).stage)
+    publishing, controller = started(dead=12)
     for _ in range(2):
-        transport.publish(VERSION, anchor=False)
-        transport.settle()
+        settled(publishing, VERSION)
     assert "was not published (2 of 3)" in caplog.text
-    transport.publish(VERSION, anchor=False)
     with pytest.raises(Unreachable, match="student-1: killed"):
-        transport.settle()
+        settled(publishing, VERSION)
     assert len(controller.reported) == 12
 
 
 @pytest.mark.parametrize("adapter_config", [None, '{"r": 2}'])
-def test_an_adapter_goes_with_its_configuration(sender: BroadcastSender, adapter_config: str | None) -> None:
-    controller = Listeners(dead=0)
-    publishing = Publishing(BroadcastTransport(sender, TwoTensors(adapter_config), controller).stage)
+def test_an_adapter_goes_with_its_configuration(started: Started, adapter_config: str | None) -> None:
+    publishing, controller = started(adapter_config=adapter_config)
     publishing.start(VERSION)
     received = controller.receptions[-1].result()
     assert (received.adapter_config, received.tensors.keys()) == (adapter_config, TENSORS.keys())
-    controller.receiver.close()
 
 
 class Kept:
-    """In the place of a SnapshotTransport: what it was given, staged and published."""
+    """In the place of a SnapshotTransport: steps of what it staged and published; it fails at first."""
 
-    def __init__(self) -> None:
-        self.staged: list[Version] = []
-        self.published: list[Version] = []
+    def __init__(self, failures: int = 0) -> None:
+        self.staged: list[int] = []
+        self.published: list[int] = []
+        self.failures = failures
 
     def stage(self, version: Version, anchor: bool) -> Callable[[], bool]:
         assert anchor
-        self.staged.append(version)
+        self.staged.append(version.step)
 
         def work() -> bool:
-            self.published.append(version)
+            if self.failures:
+                self.failures -= 1
+                raise StoreError("the store went away")
+            self.published.append(version.step)
             return True
 
         return work
@@ -138,60 +155,32 @@ class Kept:
     [(3, 1, [0, 3, 6, 7]), (3, 2, [0, 4, 6, 7]), (0, 1, [0, 7]), (1, 2, [0, 2, 4, 6, 7])],
 )
 def test_versions_to_evaluate_go_to_the_store_too(
-    sender: BroadcastSender, every: int, publish_every: int, kept: list[int]
+    started: Started, every: int, publish_every: int, kept: list[int]
 ) -> None:
     """The first, the last, and the first to pass a multiple, each once, also where it is broadcast again."""
-    controller, store = Listeners(dead=0), Kept()
-    keeping = Keeping(store, every, publish_every, 7)
-    publishing = Publishing(BroadcastTransport(sender, TwoTensors(), controller, keeping).stage)
+    store = Kept()
+    publishing, _ = started(keeping=Keeping(store, every, publish_every, 7))
     publishing.start(Version(0, 0))
     for step in [*range(publish_every, 8, publish_every), 7]:
         for _ in range(2):
-            publishing.publish(Version(0, step), publishing.anchor_due)
-            publishing.settle()
-    assert [version.step for version in store.staged] == kept
-    assert store.published == store.staged
-    controller.receiver.close()
+            settled(publishing, Version(0, step))
+    assert store.published == store.staged == kept
 
 
-def test_a_version_that_no_replica_receives_goes_to_the_store_all_the_same(
-    sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
-    controller, store = Listeners(dead=4), Kept()
-    keeping = Keeping(store, 0, 1, 7)
-    publishing = Publishing(BroadcastTransport(sender, TwoTensors(), controller, keeping).stage)
+def test_a_version_that_no_replica_receives_goes_to_the_store_all_the_same(started: Started) -> None:
+    store = Kept()
+    publishing, _ = started(dead=4, keeping=Keeping(store, 0, 1, 7))
     publishing.start(VERSION)
-    assert (store.published, publishing.arrived, publishing.anchor_due) == ([VERSION], None, True)
-    controller.receiver.close()
+    assert (store.published, publishing.arrived, publishing.anchor_due) == ([3], None, True)
 
 
-def test_a_version_that_the_store_did_not_take_goes_there_when_broadcast_again(
-    sender: BroadcastSender,
-) -> None:
-    class Failing(Kept):
-        failures = 1
-
-        def stage(self, version: Version, anchor: bool) -> Callable[[], bool]:
-            work = super().stage(version, anchor)
-
-            def attempt() -> bool:
-                if self.failures:
-                    self.failures -= 1
-                    raise StoreError("the store went away")
-                return work()
-
-            return attempt
-
-    controller, store = Listeners(dead=0), Failing()
-    keeping = Keeping(store, 0, 1, 7)
-    publishing = Publishing(BroadcastTransport(sender, TwoTensors(), controller, keeping).stage)
+def test_a_version_that_the_store_did_not_take_goes_there_when_broadcast_again(started: Started) -> None:
+    store = Kept(failures=1)
+    publishing, _ = started(keeping=Keeping(store, 0, 1, 7))
     publishing.start(Version(0, 0))
     for step in (0, 1):  # the first is broadcast again
-        publishing.publish(Version(0, step), publishing.anchor_due)
-        publishing.settle()
-    assert store.published == [Version(0, 0)], "it went there when it was broadcast again"
-    controller.receiver.close()
+        settled(publishing, Version(0, step))
+    assert store.published == [0], "it went there when it was broadcast again"
 
 
 # --- a stop while the controller is gone -------------------------------------------------------------------
@@ -210,33 +199,27 @@ def gone(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def stopped(gone: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ControllerClient]:
+    """Of such a controller; half a second later the trainer is asked to stop."""
     monkeypatch.setattr(module, "FINAL_REPORT_SECONDS", 0.3)
     monkeypatch.setattr(module, "_AUDIENCE_SECONDS", 8.0)
-
-
-def asked_in(seconds: float) -> threading.Event:
     stopping = threading.Event()
-    threading.Timer(seconds, stopping.set).start()
-    return stopping
+    client = ControllerClient(BlockingPeer(gone, timeout=6.0), stopping=stopping)
+    threading.Timer(0.5, stopping.set).start()
+    yield client
+    client.close(0.0)
 
 
-def test_after_a_stop_the_receivers_are_not_waited_for(gone: str, short: None) -> None:
-    controller = ControllerClient(BlockingPeer(gone, timeout=6.0), stopping=asked_in(0.5))
+def test_after_a_stop_the_receivers_are_not_waited_for(stopped: ControllerClient) -> None:
     with pytest.raises(Unreachable, match=r"of the stop signal the receivers of L000-v00000003"):
-        controller.audience(PUBLISHED)
-    controller.close(0.0)
+        stopped.audience(PUBLISHED)
 
 
 def test_a_stop_ends_a_broadcast_under_way(
-    sender: BroadcastSender, gone: str, short: None, caplog: pytest.LogCaptureFixture
+    sender: BroadcastSender, stopped: ControllerClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    controller = ControllerClient(BlockingPeer(gone, timeout=6.0), stopping=asked_in(0.5))
-    transport = Publishing(BroadcastTransport(sender, TwoTensors(), controller).stage)
-    transport.publish(Version(0, 3), anchor=False)
-    transport.settle()
+    settled(Publishing(BroadcastTransport(sender, TwoTensors(), stopped).stage), Version(0, 3))
     assert "L000-v00000003 was not published (1 of 3)" in caplog.text
-    controller.close(0.0)
 
 
 # --- buckets put together on rank 0 from what two processes hold --------------------------------------------
@@ -263,12 +246,14 @@ def slices(rank: int) -> list[Slice]:
     return [Slice(name, *shapes[name], *held) for name, held in HELD[rank].items()]
 
 
+def bits_of(part: torch.Tensor) -> np.ndarray:
+    _, bits, signed = KINDS[part.dtype]
+    return part.view(signed).numpy().view(bits)
+
+
 def shards(rank: int) -> dict[str, np.ndarray]:
-    found = {}
-    for name, (start, count) in HELD[rank].items():
-        _, bits, signed = KINDS[WEIGHTS[name].dtype]
-        found[name] = WEIGHTS[name].flatten()[start : start + count].view(signed).numpy().view(bits)
-    return found
+    held = HELD[rank].items()
+    return {name: bits_of(WEIGHTS[name].flatten()[start : start + count]) for name, (start, count) in held}
 
 
 def joined(rank: int, meeting: str) -> Gathering:
@@ -322,10 +307,7 @@ def test_every_byte_comes_from_the_rank_that_holds_it(tmp_path: Path) -> None:
 def test_one_rank_gathers_from_itself() -> None:
     alone = [Slice(one.name, one.shape, one.dtype, 0, int(np.prod(one.shape))) for one in slices(0)]
     gathering = Gathering(Ranks(0, 1, torch.device("cpu")), alone, BUCKET_BYTES)
-    whole = {
-        name: one.flatten().view(KINDS[one.dtype][2]).numpy().view(KINDS[one.dtype][1])
-        for name, one in WEIGHTS.items()
-    }
+    whole = {name: bits_of(one.flatten()) for name, one in WEIGHTS.items()}
     assert all(map(torch.equal, gathering.buckets(whole), buckets_of(PLAN, WEIGHTS)))
     gathering.done()
 

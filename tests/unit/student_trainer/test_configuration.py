@@ -28,27 +28,32 @@ from sync.wire import Want
 JSONS = sorted((Path(__file__).parents[3] / "configs/deepspeed").glob("*.json"))
 
 
-def config(path: Path, **trainer: Any) -> TrainerConfig:
+AUTO = "auto"
+
+
+def config(path: Path = JSONS[0], **trainer: Any) -> TrainerConfig:
     settings = {"deepspeed": str(path), **trainer}
     base = {"run": "r", "run_dir": "r", "controller_url": "http://c", "student": {"path": "s"}, "steps": 1}
     return TrainerConfig.model_validate({**base, "trainer": settings})
+
+
+def merged(path: Path = JSONS[0], **trainer: Any) -> dict[str, Any]:
+    """What DeepSpeed gets."""
+    return deepspeed_config(config(path, **trainer).trainer)
 
 
 @pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
 def test_every_deepspeed_json_of_the_project_is_accepted(path: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    merged = deepspeed_config(config(path).trainer)
-    assert DeepSpeedConfig(merged).zero_config.stage == 3
+    assert DeepSpeedConfig(merged(path)).zero_config.stage == 3
 
 
 def test_overrides_reach_any_field_and_keep_the_rest() -> None:
     overrides = {"optimizer.params.eps": 0.5, "activation_checkpointing.partition_activations": True}
-    merged = deepspeed_config(config(JSONS[0], overrides=overrides, lr=0.25).trainer)
-    assert merged["optimizer"]["params"]["eps"] == 0.5
-    assert merged["optimizer"]["params"]["lr"] == 0.25
-    assert merged["optimizer"]["params"]["betas"] == [0.9, 0.95]
-    assert merged["activation_checkpointing"] == {"partition_activations": True}
+    found = merged(overrides=overrides, lr=0.25)
+    assert found["optimizer"]["params"].items() >= {"eps": 0.5, "lr": 0.25, "betas": [0.9, 0.95]}.items()
+    assert found["activation_checkpointing"] == {"partition_activations": True}
 
 
 @pytest.mark.parametrize(
@@ -62,9 +67,9 @@ def test_overrides_reach_any_field_and_keep_the_rest() -> None:
     ],
 )
 def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str, Any]) -> None:
-    expected = deepspeed_config(config(JSONS[0]).trainer)
+    expected = merged()
     expected["optimizer"]["params"]["eps"] = 0.5
-    assert deepspeed_config(config(JSONS[0], overrides=overrides).trainer) == expected
+    assert merged(overrides=overrides) == expected
 
 
 @pytest.mark.parametrize(
@@ -74,18 +79,9 @@ def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str
         ({"gradient_clipping": {"value": 1.0}}, "'gradient_clipping' is 1.0"),
         ({"zero_optimization.stage": 2}, "stage is 2"),
         ({"fp16.enabled": True}, "fp16 skips steps"),
-        (
-            {"bf16.enabled": "auto", "fp16.enabled": "auto"},
-            r'bf16\.enabled, fp16\.enabled is "auto".*write the',
-        ),
-        (
-            {"gradient_accumulation_steps": "auto"},
-            "steps is 'auto': rollout.batch decides this alone: .* leave",
-        ),
-        (
-            {"train_batch_size": "auto", "bf16.enabled": "auto"},
-            "train_batch_size is 'auto': rollout.batch dec",
-        ),
+        ({"bf16.enabled": AUTO, "fp16.enabled": AUTO}, r'bf16\.enabled, fp16\.enabled is "auto".*write the'),
+        ({"gradient_accumulation_steps": AUTO}, "steps is 'auto': rollout.batch decides this.* leave"),
+        ({"train_batch_size": AUTO, "bf16.enabled": AUTO}, "train_batch_size is 'auto': rollout.batch dec"),
         ({"optimizer.params.lr": "auto"}, r"optimizer\.params\.lr is 'auto': trainer\.lr decides"),
         ({"fp16.enabled": "auto"}, r'fp16\.enabled is "auto"'),
         ({"optimizer.params.betas": "auto"}, r'optimizer\.params\.betas is "auto"'),
@@ -98,10 +94,7 @@ def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str
         ({"lr": 5e-4}, r"lr is 0\.0005: trainer\.lr decides this alone"),
         ({"optimizer.params.lr": 5e-4}, r"optimizer\.params\.lr is 0\.0005: trainer\.lr decides"),
         ({"optimizer.params.betta": 0.9}, r"optimizer\.params\.betta is unknown to AdamW: .* 'betas'"),
-        (
-            {"optimizer.type": "Lion"},
-            r"params\.eps is unknown to Lion.*params\.torch_adam is unknown to Lion",
-        ),
+        ({"optimizer.type": "Lion"}, r"params\.eps is unknown to Lion.*\.torch_adam is unknown to Lion"),
         ({"optimizer": {"type": "AdmW"}}, "'AdmW' is unknown: did you mean 'AdamW'"),
         ({"scheduler.type": "WarmupLR"}, r"scheduler is .*'WarmupLR'.*set trainer\.lr_schedule"),
         ({"gradient_cliping": 1.0}, "cliping is not read by DeepSpeed: did you mean 'gradient_clipping'"),
@@ -115,7 +108,7 @@ def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str
 )
 def test_what_the_trainer_cannot_work_with_is_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        deepspeed_config(config(JSONS[0], overrides=overrides).trainer)
+        merged(overrides=overrides)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +123,9 @@ def test_what_ranks_that_share_experts_cannot_work_with_is_refused(
     overrides: dict[str, Any], message: str
 ) -> None:
     path = next(path for path in JSONS if path.stem == "zero3_cpu")
-    deepspeed_config(config(path, expert_parallel=2).trainer)
+    merged(path, expert_parallel=2)
     with pytest.raises(ConfigError, match=message):
-        deepspeed_config(config(path, overrides=overrides, expert_parallel=2).trainer)
+        merged(path, overrides=overrides, expert_parallel=2)
 
 
 @pytest.mark.parametrize("name", ["bf16", "bfloat16"])
@@ -143,15 +136,13 @@ def test_the_trainer_computes_in_the_precision_of_deepspeed(tmp_path: Path, name
     content = json.loads(JSONS[0].read_text())
     content.pop("bf16", None)
     (tmp_path / "ds.json").write_text(json.dumps(content | {name: {"enabled": enabled}}))
-    merged = deepspeed_config(config(tmp_path / "ds.json").trainer)
-    assert in_bf16(merged) is DeepSpeedConfig(merged).bfloat16_config.enabled is enabled
+    found = merged(tmp_path / "ds.json")
+    assert in_bf16(found) is DeepSpeedConfig(found).bfloat16_config.enabled is enabled
 
 
-@pytest.mark.parametrize("lr", [3e-6, None])
-def test_a_json_with_the_configured_rate_is_accepted(lr: float | None) -> None:
-    overrides = {} if lr is None else {"optimizer.params.lr": lr}
-    merged = deepspeed_config(config(JSONS[0], overrides=overrides).trainer)
-    assert merged["optimizer"]["params"]["lr"] == 3e-6
+@pytest.mark.parametrize("overrides", [{}, {"optimizer.params.lr": 3e-6}], ids=str)
+def test_a_json_with_the_configured_rate_is_accepted(overrides: dict[str, float]) -> None:
+    assert merged(overrides=overrides)["optimizer"]["params"]["lr"] == 3e-6
 
 
 @pytest.mark.parametrize(
@@ -163,27 +154,22 @@ def test_a_json_with_the_configured_rate_is_accepted(lr: float | None) -> None:
         {"data_types.keep_in_fp32_modules": "auto"},
         {"tensorboard": {"enabled": False, "job_name": "auto"}, "pipeline.stages": "auto"},
         {"zero_optimization.offload_optimizer.ratio": 0.5, "zero_allow_untested_optimizer": True},
-        {
-            "checkpoint.tag_validation": "Warn",
-            "hybrid_engine.enabled": False,
-            "communication_data_type": "fp32",
-        },
+        {"checkpoint.tag_validation": "Warn", "hybrid_engine.enabled": False},
+        {"communication_data_type": "fp32"},
     ],
 )
 def test_every_field_that_deepspeed_reads_is_accepted(overrides: dict[str, Any]) -> None:
-    deepspeed_config(config(JSONS[0], overrides=overrides).trainer)
+    merged(overrides=overrides)
 
 
 def test_a_missing_or_broken_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing\.json cannot be read \(No such file"):
-        deepspeed_config(config(tmp_path / "missing.json").trainer)
-    for text, message in (("{", "is not JSON"), ("[]", "must be a JSON object"), ("{}", "stage is None")):
+        merged(tmp_path / "missing.json")
+    whys = {"{": "is not JSON", "[]": "must be a JSON object", "{}": "stage is None"}
+    for text, why in (whys | {'{"zero_optimization": {"stage": 3}}': "no optimizer section"}).items():
         (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            deepspeed_config(config(tmp_path / "bad.json").trainer)
-    (tmp_path / "bad.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    with pytest.raises(ConfigError, match="no optimizer section"):
-        deepspeed_config(config(tmp_path / "bad.json").trainer)
+        with pytest.raises(ConfigError, match=why):
+            merged(tmp_path / "bad.json")
 
 
 def started_on(argv: list[str]) -> Any:
@@ -193,17 +179,12 @@ def started_on(argv: list[str]) -> Any:
 
 def test_the_launcher_gets_ranks_module_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    argv, env = launch.command(config(JSONS[0], ranks=3, threads=2, env={"A": "b"}), Path("t.json"))
+    argv, env = launch.command(config(ranks=3, threads=2, env={"A": "b"}), Path("t.json"))
     assert argv[1:3] == ["-m", "student_trainer.launch"]
     assert started_on(argv) == {"node-0": ["0", "1", "2"]}
     assert argv[-4:] == ["--module", "student_trainer", "--config", "t.json"]
-    assert (env["PYTHONSAFEPATH"], env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"], env["A"]) == (
-        "1",
-        "2",
-        "PASSIVE",
-        "b",
-    )
-    assert env["GLOO_SOCKET_IFNAME"] == "lo"
+    ours = {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    assert env.items() >= (ours | {"GLOO_SOCKET_IFNAME": "lo", "A": "b"}).items()
 
 
 def test_a_hostfile_goes_to_the_launcher_with_the_variables_of_all_ranks(
@@ -211,7 +192,7 @@ def test_a_hostfile_goes_to_the_launcher_with_the_variables_of_all_ranks(
 ) -> None:
     monkeypatch.delenv("DISTILL_TOKEN", raising=False)
     (tmp_path / "hosts").write_text("node-1 slots=2\nnode-2 slots=2\n")
-    far = config(JSONS[0], hostfile=tmp_path / "hosts", threads=2, env={"A": "b"})
+    far = config(hostfile=tmp_path / "hosts", threads=2, env={"A": "b"})
     far = far.model_copy(update={"controller_url": "http://10.0.0.1:8000"})
     argv, env = launch.command(far, tmp_path / "trainer.json")
     assert argv[1:5] == ["-m", "student_trainer.launch", "--hostfile", str(tmp_path / "hosts")]
@@ -221,9 +202,7 @@ def test_a_hostfile_goes_to_the_launcher_with_the_variables_of_all_ranks(
     assert "MALLOC_MMAP_MAX_=0" in told, "ranks on other machines keep their memory too"
 
 
-def test_ranks_of_several_machines_meet_at_another_port_after_every_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_of_several_machines_meet_at_another_port_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr("deepspeed.launcher.runner.main", started.append)
     monkeypatch.setattr(sys, "argv", ["launch", "--hostfile", "hosts", "--module", "m"])
@@ -236,21 +215,19 @@ def test_ranks_of_several_machines_meet_at_another_port_after_every_start(
 
 
 def test_devices_are_passed_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    argv, _ = launch.command(config(JSONS[0], ranks=2, devices="4,6"), Path("t.json"))
+    argv, _ = launch.command(config(ranks=2, devices="4,6"), Path("t.json"))
     assert started_on(argv) == {"node-0": ["4", "6"]}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2,3")
-    argv, _ = launch.command(config(JSONS[0], ranks=2), Path("t.json"))
+    argv, _ = launch.command(config(ranks=2), Path("t.json"))
     assert started_on(argv) == {"node-0": ["1", "2"]}
     with pytest.raises(ConfigError, match="every rank needs a device"):
-        launch.command(config(JSONS[0], ranks=2, devices="4"), Path("t.json"))
+        launch.command(config(ranks=2, devices="4"), Path("t.json"))
 
 
-def test_ranks_of_one_of_several_machines_meet_at_the_first_on_the_network_of_their_controller(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_of_several_machines_meet_on_their_controllers_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    one = config(JSONS[0], ranks=2, nodes=3).model_copy(update={"controller_url": "http://127.0.0.1:1"})
+    one = config(ranks=2, nodes=3).model_copy(update={"controller_url": "http://127.0.0.1:1"})
     argv, env = launch.command(one, Path("t.json"), 1, "http://[fd00::1]:1234")
     assert argv[3:7] == [launch.MEETING, "fd00::1", "--master_port", "1234"]
     assert started_on(argv) == {"node-0": ["0", "1"], "node-1": ["4", "5"], "node-2": ["0", "1"]}
@@ -259,7 +236,7 @@ def test_ranks_of_one_of_several_machines_meet_at_the_first_on_the_network_of_th
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert launch.command(one, Path("t.json"), 1, "http://a:1")[1]["GLOO_SOCKET_IFNAME"] == "eth7"
     with pytest.raises(ValidationError, match="nodes is 2 and hostfile is hosts: machines meet through"):
-        config(JSONS[0], nodes=2, hostfile=Path("hosts"))
+        config(nodes=2, hostfile=Path("hosts"))
 
 
 def test_every_objective_has_a_divergence_and_states_its_needs() -> None:

@@ -42,11 +42,20 @@ def work(teachers: int = 1) -> tuple[torch.Tensor, torch.Tensor, Targets, Loss]:
     token = torch.randint(0, V, (C,), generator=g)
     heads = tuple(OutputHead(torch.randn(V, 3 + i, generator=g), None, HeadShape(V)) for i in range(teachers))
     teacher_hidden = torch.randn(C, 2 + teachers, generator=g)
-    low = torch.full((C,), -3.0)
-    targets = Targets(
-        token, low, low, token >= 0, teacher_N=torch.arange(C) % teachers, teacher_hidden_NG=teacher_hidden
-    )
+    low, whose = torch.full((C,), -3.0), torch.arange(C) % teachers
+    targets = Targets(token, low, low, token >= 0, teacher_N=whose, teacher_hidden_NG=teacher_hidden)
     return hidden, weight, targets, Loss(full, heads=heads)
+
+
+def computed(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, loss: Loss, chunk: int, **shape: float
+) -> list[torch.Tensor]:
+    """The loss, its statistics, and its gradients in copies of the hidden states and the weight."""
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in (hidden, weight)]
+    head = OutputHead(leaves[1], None, HeadShape(V, **shape))
+    total, stats = chunked_loss(leaves[0], head, targets, loss, chunk)
+    total.backward()
+    return [total.detach(), stats, *(leaf.grad for leaf in leaves)]
 
 
 @pytest.mark.parametrize("chunk", [8, 16])
@@ -60,10 +69,8 @@ def test_no_tensor_is_as_large_as_tokens_times_vocabulary(chunk: int) -> None:
     assert largest.elements < C * V
 
 
-@pytest.mark.parametrize("objective", [None, Sampled(), TopK()])
-def test_blocks_of_tokens_give_what_a_whole_chunk_gives(
-    objective: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("objective", [None, Sampled(), TopK()], ids=str)
+def test_blocks_of_tokens_give_what_a_chunk_gives(objective: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, targets, loss = work(teachers=2)
     if objective is not None:
         loss = loss_of(objective, ["teacher"], ())
@@ -73,10 +80,7 @@ def test_blocks_of_tokens_give_what_a_whole_chunk_gives(
     results = []
     for tokens in (1, 7, C):
         monkeypatch.setattr(head_module, "BLOCK", tokens * V + 1)
-        leaves = [leaf.clone().requires_grad_() for leaf in (hidden, weight)]
-        total, stats = chunked_loss(leaves[0], OutputHead(leaves[1], None, HeadShape(V)), targets, loss, C)
-        total.backward()
-        results.append([total.detach(), stats, leaves[0].grad, leaves[1].grad])
+        results.append(computed(hidden, weight, targets, loss, C))
     for result in results[:2]:
         torch.testing.assert_close(result, results[2], rtol=1e-5, atol=1e-5)
 
@@ -121,33 +125,23 @@ def test_every_token_is_compared_with_the_teacher_it_was_routed_to() -> None:
 def test_a_bf16_head_sums_in_fp32() -> None:
     hidden, weight, targets, loss = work()
     rounded = hidden.bfloat16(), weight.bfloat16()
-    results = []
-    for dtype in (torch.bfloat16, torch.float32):
-        leaves = [part.detach().to(dtype, copy=True).requires_grad_() for part in rounded]
-        head = OutputHead(leaves[1], None, HeadShape(V))
-        value, _ = chunked_loss(leaves[0], head, targets, loss, 8)
-        value.backward()
-        results.append(
-            (float(value.detach()), [leaf.grad.float() for leaf in leaves if leaf.grad is not None])
-        )
-    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
-    for one, other in zip(results[0][1], results[1][1], strict=True):
-        assert float((one - other).abs().max()) <= 2.0**-8 * float(other.abs().max())
+    (value, _, *half), (wanted, _, *single) = (
+        computed(*(part.to(dtype) for part in rounded), targets, loss, 8)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert float(value) == pytest.approx(float(wanted), rel=1e-6)
+    for one, other in zip(half, single, strict=True):
+        assert float((one.float() - other).abs().max()) <= 2.0**-8 * float(other.abs().max())
 
 
 def test_rows_beyond_the_tokenizer_do_not_exist() -> None:
     hidden, weight, targets, loss = work()
-    padded = torch.cat([weight, torch.full((4, H), 50.0)]).requires_grad_()
-    whole = weight.clone().requires_grad_()
-    values = [
-        chunked_loss(hidden, OutputHead(leaf, None, HeadShape(V)), targets, loss, 16)[0]
-        for leaf in (whole, padded)
-    ]
-    for value in values:
-        value.backward()
-    assert torch.equal(values[0], values[1])
-    assert torch.equal(padded.grad[:V], whole.grad)
-    assert not padded.grad[V:].any()
+    padded = torch.cat([weight, torch.full((4, H), 50.0)])
+    value, _, _, gradient = computed(hidden, padded, targets, loss, 16)
+    wanted, _, _, whole = computed(hidden, weight, targets, loss, 16)
+    assert torch.equal(value, wanted)
+    assert torch.equal(gradient[:V], whole)
+    assert not gradient[V:].any()
 
 
 @pytest.mark.parametrize(
@@ -164,14 +158,10 @@ def test_loss_and_gradients_are_those_of_whole_logits(objective: Any) -> None:
     targets = replace(targets, teacher_hidden_NG=None, support_NK=known, support_logp_NK=logq)
     if objective.task is not None:
         targets = replace(targets, advantage_N=torch.linspace(-1, 1, C))
-    loss, results = loss_of(objective, ["t"], ends=(2,)), []
-    for chunked in (True, False):
-        leaves = [part.clone().requires_grad_() for part in (hidden, weight)]
-        if chunked:
-            head = OutputHead(leaves[1], None, HeadShape(V, scale=0.5, temperature=1.5))
-            total, _ = chunked_loss(leaves[0], head, targets, loss, 8)
-        else:
-            total = loss.objective((leaves[0] @ leaves[1].t() * 0.5 / 1.5).log_softmax(1), targets)[0].sum()
-        total.backward()
-        results.append([total.detach(), *(leaf.grad for leaf in leaves)])
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
+    loss = loss_of(objective, ["t"], ends=(2,))
+    value, _, *gradients = computed(hidden, weight, targets, loss, 8, scale=0.5, temperature=1.5)
+    leaves = [part.clone().requires_grad_() for part in (hidden, weight)]
+    total = loss.objective((leaves[0] @ leaves[1].t() * 0.5 / 1.5).log_softmax(1), targets)[0].sum()
+    total.backward()
+    wanted = [total.detach(), *(leaf.grad for leaf in leaves)]
+    torch.testing.assert_close([value, *gradients], wanted, rtol=1e-5, atol=1e-5)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import disk_order
 import pytest
 import torch
 from faults import fill, free
@@ -45,18 +46,15 @@ class FileWriter:
 class FileEngine:
     """Keeps its state in one file, as DeepSpeed does in several."""
 
-    def __init__(self, state: str = "") -> None:
-        self.state = state
-        self.checkpoint_engine = FileWriter()
-
     checkpoint_engine: Any
+
+    def __init__(self, state: str = "") -> None:
+        self.state, self.checkpoint_engine = state, FileWriter()
 
     def save_checkpoint(self, folder: str, tag: str, client_state: dict[str, Any], save_latest: bool) -> None:
         assert not save_latest
-        self.checkpoint_engine.makedirs(str(Path(folder) / tag))
-        self.checkpoint_engine.save(
-            {"state": self.state, **client_state}, str(Path(folder) / tag / "rank0.pt")
-        )
+        self.checkpoint_engine.makedirs(f"{folder}/{tag}")
+        self.checkpoint_engine.save({"state": self.state, **client_state}, f"{folder}/{tag}/rank0.pt")
         self._copy_recovery_script(folder)
 
     def _copy_recovery_script(self, folder: str) -> None:
@@ -68,56 +66,48 @@ class FileEngine:
         return folder, loaded
 
 
-def index_of(version: Version, fingerprint: str, run_id: str | None = None, ranks: int = 1) -> Index:
-    return Index(str(version), ranks, fingerprint, run_id)
+def save(folder: Path, version: Version, state: str = "", run_id: str | None = None, keep: int = 2) -> None:
+    checkpoint.save(FileEngine(state), folder, Index(str(version), 1, "print", run_id), ALONE, keep)
 
 
 def saved(folder: Path, *steps: int, keep: int = 2) -> None:
     for step in steps:
-        checkpoint.save(FileEngine(f"at {step}"), folder, index_of(Version(0, step), "print"), ALONE, keep)
+        save(folder, Version(0, step), f"at {step}", keep=keep)
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint that a trainer goes on from."""
+    return checkpoint.find(folder, ALONE)[0]
 
 
 def test_the_newest_checkpoint_comes_back(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
-    checkpoint.save(FileEngine("at 6"), tmp_path, index_of(Version(0, 6), "print", "aa"), ALONE, 2)
-    engine, path = FileEngine(), checkpoint.find(tmp_path, ALONE)[0]
-    index = checkpoint.load(engine, path, "print", ALONE)
-    assert (index.version, index.run_id, engine.state) == (str(Version(0, 6)), "aa", "at 6")
+    save(tmp_path, Version(0, 6), "at 6", "aa")
+    engine = FileEngine()
+    index = checkpoint.load(engine, newest(tmp_path), "print", ALONE)
+    assert (index.version, index.run_id, engine.state) == ("L000-v00000006", "aa", "at 6")
 
 
-NEWEST, BEFORE = str(Version(0, 4)), str(Version(0, 2))
-HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "altered": (
-        lambda folder: flip(folder / NEWEST / "deepspeed/rank0.pt"),
-        f"checkpoint {NEWEST} is damaged: deepspeed/rank0.pt was altered",
-    ),
-    "cut": (
-        lambda folder: os.truncate(folder / NEWEST / "deepspeed/rank0.pt", 100),
-        f"checkpoint {NEWEST} is damaged: deepspeed/rank0.pt is missing or cut short",
-    ),
-    "a file is missing": (
-        lambda folder: (folder / NEWEST / "deepspeed/rank0.pt").unlink(),
-        f"checkpoint {NEWEST} is damaged: deepspeed/rank0.pt is missing or cut short",
-    ),
-    "no index": (
-        lambda folder: (folder / NEWEST / "checkpoint.json").unlink(),
-        f"checkpoint {NEWEST} is damaged: it has no checkpoint.json",
-    ),
+BEFORE, NEWEST = "L000-v00000002", "L000-v00000004"
+SHARD, INDEX, DAMAGED = "deepspeed/rank0.pt", "checkpoint.json", f"checkpoint {NEWEST} is damaged: "
+INDEXES = [b"", b"\xff\xfe", b"[]", b'{"version": "L000-v00000004", "files": []}', b'{"version": 4}', b"{}"]
+INDEXES += [b"7", b'{"version": "L0']
+HARMS: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "altered": (SHARD, lambda file: flip(file), f"{DAMAGED}{SHARD} was altered"),
+    "cut": (SHARD, lambda file: os.truncate(file, 100), f"{DAMAGED}{SHARD} is missing or cut short"),
+    "a file is missing": (SHARD, Path.unlink, f"{DAMAGED}{SHARD} is missing or cut short"),
+    "no index": (INDEX, Path.unlink, f"{DAMAGED}it has no checkpoint.json"),
     **{
         f"index {index!r}": (
-            lambda folder, index=index: (folder / NEWEST / "checkpoint.json").write_bytes(index),
-            f"checkpoint {NEWEST} is damaged: its checkpoint.json is damaged",
+            INDEX,
+            lambda file, index=index: file.write_bytes(index),
+            f"{DAMAGED}its checkpoint.json is damaged",
         )
-        for index in (
-            *(b"", b"\xff\xfe", b"[]", b'{"version": "L000-v00000004", "files": []}', b'{"version": 4}'),
-            *(b"{}", b"7", b'{"version": "L0'),
-        )
+        for index in INDEXES
     },
-    "the folder is gone": (
-        lambda folder: shutil.rmtree(folder / NEWEST),
-        f"latest names {NEWEST}: it has no checkpoint.json",
-    ),
+    "the folder is gone": ("", shutil.rmtree, f"latest names {NEWEST}: it has no checkpoint.json"),
 }
+"""A file of the newest checkpoint, what becomes of it, and what is said."""
 
 
 def flip(path: Path) -> None:
@@ -132,8 +122,8 @@ def test_of_a_damaged_checkpoint_the_one_before_is_used_and_both_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str
 ) -> None:
     saved(tmp_path, 2, 4)
-    damage, said = HARMS[harm]
-    damage(tmp_path)
+    file, damage, said = HARMS[harm]
+    damage(tmp_path / NEWEST / file)
     line = files.choose(tmp_path).line
     assert said in line
     assert line.endswith(f"; checkpoint {tmp_path / BEFORE} is used")
@@ -152,7 +142,7 @@ def test_without_what_latest_should_name_the_newest_whole_checkpoint_is_used(
     if content is not None:
         (tmp_path / "latest").write_bytes(content)
     choice = files.choose(tmp_path)
-    assert choice.path == checkpoint.find(tmp_path, ALONE)[0] == tmp_path / NEWEST
+    assert choice.path == newest(tmp_path) == tmp_path / NEWEST
     assert str(tmp_path / "latest") in choice.line
 
 
@@ -178,8 +168,8 @@ def test_with_checkpoints_of_which_none_is_whole_there_is_no_step_0(tmp_path: Pa
 def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     (tmp_path / NEWEST / "deepspeed/rank0.pt").unlink()
-    checkpoint.save(FileEngine(), tmp_path, index_of(Version(1, 4), "print"), ALONE, 2)
-    assert [path.name for path in files.saved(tmp_path)] == [BEFORE, str(Version(1, 4))]
+    save(tmp_path, Version(1, 4))
+    assert [path.name for path in files.saved(tmp_path)] == [BEFORE, "L001-v00000004"]
 
 
 def test_a_large_checkpoint_is_judged_by_its_sizes_before_anything_loads(tmp_path: Path) -> None:
@@ -219,16 +209,15 @@ def test_every_rank_digests_its_own_files_when_saving_and_when_resuming(
 
     def work(one: Together) -> Path | None:
         threading.current_thread().name = f"rank {one.rank}"
-        index = index_of(Version(0, 2), "print", ranks=2)
-        checkpoint.save(RankEngine(one.rank), tmp_path, index, one, 2)
+        checkpoint.save(RankEngine(one.rank), tmp_path, Index(BEFORE, 2, "print", None), one, 2)
         return checkpoint.find(tmp_path, one)[0]
 
     with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(work, ranks)) == [tmp_path / str(Version(0, 2))] * 2
+        assert list(threads.map(work, ranks)) == [tmp_path / BEFORE] * 2
         names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
         shares = {("rank 0", "script.py"), ("rank 0", names[0]), ("rank 1", names[1])}
         assert Counter(digested) == dict.fromkeys(shares, 2)
-        file = tmp_path / str(Version(0, 2)) / "deepspeed" / names[1]
+        file = tmp_path / BEFORE / "deepspeed" / names[1]
         file.write_bytes(bytes(len(file.read_bytes())))
         for told in [threads.submit(checkpoint.find, tmp_path, one) for one in ranks]:
             with pytest.raises(DataError, match=rf"is whole \(.*{names[1]} was altered"):
@@ -239,7 +228,7 @@ def test_a_version_that_is_whole_on_disk_is_never_removed_to_save_it_again(tmp_p
     saved(tmp_path, 2)
     with pytest.raises(OSError, match="not empty"):
         saved(tmp_path, 2)
-    assert checkpoint.find(tmp_path, ALONE)[0] == tmp_path / str(Version(0, 2))
+    assert newest(tmp_path) == tmp_path / BEFORE
 
 
 def test_a_checkpoint_that_was_never_finished_is_not_there(tmp_path: Path) -> None:
@@ -253,60 +242,42 @@ def test_a_checkpoint_that_was_never_finished_is_not_there(tmp_path: Path) -> No
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, 2)
-    path = tmp_path / str(Version(0, 2))
     with pytest.raises(DataError, match="with the same student"):
-        checkpoint.load(FileEngine(), path, "other", ALONE)
-
-
-def full_once(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, harm: Callable[..., None]) -> None:
-    """`where.name` meets a full disk the first time, after `harm`."""
-    real, left = getattr(where, name), [1]
-
-    def failing(*arguments: Any, **named: Any) -> Any:
-        if left and left.pop():
-            harm(*arguments)
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(*arguments, **named)
-
-    monkeypatch.setattr(where, name, failing)
-
-
-def half(state: Any, file: Any) -> None:
-    file.write(b"half")
-
-
-def nothing(*_: Any) -> None:
-    """Nothing."""
+        checkpoint.load(FileEngine(), tmp_path / BEFORE, "other", ALONE)
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "harm"),
+    ("where", "name"),
     [
-        (torch, "save", half),
-        (Path, "mkdir", nothing),
-        (FileEngine, "_copy_recovery_script", nothing),
-        (checkpoint, "_digests", nothing),
-        (checkpoint.durable, "write", nothing),
+        (torch, "save"),
+        (Path, "mkdir"),
+        (FileEngine, "_copy_recovery_script"),
+        (checkpoint, "_digests"),
+        (checkpoint.durable, "write"),
     ],
 )
 def test_a_save_blocks_on_a_full_disk_and_latest_is_never_half_a_checkpoint(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    where: Any,
-    name: str,
-    harm: Callable[..., None],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: Any, name: str
 ) -> None:
+    """Torch leaves half a file."""
     saved(tmp_path, 2)
     seen: list[Path | None] = []
-    found = SimpleNamespace(sleep=lambda _: seen.append(checkpoint.find(tmp_path, ALONE)[0]))
-    monkeypatch.setattr(durable, "time", found)
-    full_once(monkeypatch, where, name, harm)
+    monkeypatch.setattr(durable, "time", SimpleNamespace(sleep=lambda _: seen.append(newest(tmp_path))))
+    real, left = getattr(where, name), [1]
+
+    def full_once(*arguments: Any, **named: Any) -> Any:
+        if left and left.pop():
+            if where is torch:
+                arguments[1].write(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(where, name, full_once)
     saved(tmp_path, 4)
-    assert seen == [tmp_path / str(Version(0, 2))], "while it waits, the one before is the newest"
-    assert "disk full: checkpoint L000-v00000004 waits for space" in caplog.text
-    assert checkpoint.find(tmp_path, ALONE)[0] == tmp_path / str(Version(0, 4))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["L000-v00000002", "L000-v00000004", "latest"]
+    assert seen == [tmp_path / BEFORE], "while it waits, the one before is the newest"
+    assert f"disk full: checkpoint {NEWEST} waits for space" in caplog.text
+    assert newest(tmp_path) == tmp_path / NEWEST
+    assert sorted(path.name for path in tmp_path.iterdir()) == [BEFORE, NEWEST, "latest"]
 
 
 def test_a_checkpoint_waits_on_a_disk_that_is_really_full(
@@ -318,17 +289,17 @@ def test_a_checkpoint_waits_on_a_disk_that_is_really_full(
         seen: list[Path | None] = []
 
         def wait(_: float) -> None:
-            seen.append(checkpoint.find(disk, ALONE)[0])
+            seen.append(newest(disk))
             if len(seen) == 2:
                 free(disk)
 
         monkeypatch.setattr(durable, "time", SimpleNamespace(sleep=wait))
         saved(disk, 4)
-        assert seen == [disk / str(Version(0, 2))] * 2
-        engine, path = FileEngine(), checkpoint.find(disk, ALONE)[0]
-        assert checkpoint.load(engine, path, "print", ALONE).version == str(Version(0, 4))
+        assert seen == [disk / BEFORE] * 2
+        engine = FileEngine()
+        assert checkpoint.load(engine, newest(disk), "print", ALONE).version == NEWEST
         assert engine.state == "at 4"
-        assert sorted(one.name for one in disk.iterdir()) == ["L000-v00000002", "L000-v00000004", "latest"]
+        assert sorted(one.name for one in disk.iterdir()) == [BEFORE, NEWEST, "latest"]
 
 
 def test_the_ledger_joins_ranks_and_separates_lineages(tmp_path: Path) -> None:
@@ -425,21 +396,17 @@ def test_a_rank_writes_its_line_once_while_another_waits_for_space(
     assert (lineage.steps, lineage.damage) == ({1: ["r0", "r1"]}, [])
 
 
-# --- clocks and power -------------------------------------------------------------------------------------
-
-
 def test_a_clock_set_back_never_removes_what_latest_names(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         saved(tmp_path, step)
         os.utime(tmp_path / str(Version(0, step)), (10_000 - step, 10_000 - step))
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["L000-v00000004", "L000-v00000006", "latest"]
-    assert checkpoint.find(tmp_path, ALONE)[0] == tmp_path / str(Version(0, 6))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [NEWEST, "L000-v00000006", "latest"]
+    assert newest(tmp_path) == tmp_path / "L000-v00000006"
 
 
 def test_a_later_lineage_is_newer_whatever_its_step_and_what_latest_names_stays(tmp_path: Path) -> None:
     for version in (Version(0, 8), Version(1, 2), Version(2, 3)):
-        checkpoint.save(FileEngine(), tmp_path, index_of(version, "print"), ALONE, 2)
+        save(tmp_path, version)
     (tmp_path / "L-v").mkdir()
     assert [path.name for path in files.saved(tmp_path)] == ["L001-v00000002", "L002-v00000003"]
     (tmp_path / "latest").write_text("L001-v00000002\n")
@@ -452,20 +419,8 @@ def test_every_name_of_a_checkpoint_is_on_disk_before_latest_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a power cut may leave is what was forced: files before the rename, names before `latest`."""
-    order: list[str] = []
-
-    def noting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            what = arguments[0] if isinstance(arguments[0], Path) else f"/proc/self/fd/{arguments[0]}"
-            order.append(f"{name} {Path(what).resolve().relative_to(tmp_path)}")
-            return real(*arguments, **named)
-
-        return call
-
-    monkeypatch.setattr(os, "fsync", noting("force", os.fsync))
-    monkeypatch.setattr(Path, "rename", noting("rename", Path.rename))
-    folder = tmp_path / "checkpoints"
-    checkpoint.save(FileEngine("at 2"), folder, index_of(Version(0, 2), "print"), ALONE, 2)
+    order = disk_order.noted(tmp_path, monkeypatch)
+    saved(tmp_path / "checkpoints", 2)
     partial = "checkpoints/.partial-L000-v00000002"
     moved = order.index(f"rename {partial}")
     forced = {line.removeprefix("force ") for line in order[:moved] if line.startswith("force")}

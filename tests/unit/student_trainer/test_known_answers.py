@@ -210,12 +210,7 @@ def test_future_credit_is_the_discounted_sum_of_the_rest_of_the_row() -> None:
 
 ACTIONS, END, STEPS = 3, 2, 3
 """Of a decision process whose states are prefixes: a token, the one that ends, the longest completion."""
-PREFIXES = [
-    prefix
-    for n in range(STEPS)
-    for prefix in itertools.product(range(ACTIONS), repeat=n)
-    if END not in prefix
-]
+PREFIXES = [prefix for n in range(STEPS) for prefix in itertools.product(range(END), repeat=n)]
 TRAJECTORIES = [
     (*prefix, y) for prefix in PREFIXES for y in range(ACTIONS) if y == END or len(prefix) + 1 == STEPS
 ]
@@ -235,14 +230,9 @@ def every_trajectory(behavior: Tensor, teacher: Tensor) -> tuple[Tensor, ...]:
     row_C = torch.tensor([row for row, _, _ in steps])
     behavior_C, teacher_C = behavior[state_C, token_C], teacher[state_C, token_C]
     chance_R = torch.zeros(len(TRAJECTORIES), dtype=torch.float64).index_add_(0, row_C, behavior_C).exp()
-    goal = lib.Targets(
-        token_C,
-        behavior_C,
-        teacher_C,
-        torch.zeros(len(steps), dtype=torch.bool),
-        support_NK=torch.tensor([[0]]).expand(len(steps), 1),
-        support_logp_NK=teacher[state_C, :1],
-    )
+    fresh_C, ids_C1 = torch.zeros(len(steps), dtype=torch.bool), torch.tensor([[0]]).expand(len(steps), 1)
+    support = {"support_NK": ids_C1, "support_logp_NK": teacher[state_C, :1]}
+    goal = lib.Targets(token_C, behavior_C, teacher_C, fresh_C, **support)
     return state_C, row_C, chance_R[row_C], goal
 
 
@@ -524,17 +514,11 @@ def test_rewards_of_the_teachers_completions_change_nothing() -> None:
         assert rewards.mean == 0.75
         leaf = p.log().requires_grad_()
         logp = leaf.log_softmax(0).expand(8, 3)
-        goal = lib.Targets(
-            token, lib.at(logp.detach(), token), torch.zeros(8), torch.zeros(8, dtype=torch.bool)
-        )
-        more = {
-            "advantage_N": lib.advantages(rows, rewards, 8).double(),
-            "by_teacher_N": torch.tensor(written) > 0,
-        }
-        with_task, _ = lib.mixture(logp, lib.Targets(**(vars(goal) | more)), lib.sft, None)
-        without, _ = lib.mixture(
-            logp, lib.Targets(**(vars(goal) | more | {"advantage_N": None})), lib.sft, None
-        )
+        fresh = torch.zeros(8, dtype=torch.bool)
+        goal = lib.Targets(token, lib.at(logp.detach(), token), torch.zeros(8), fresh)
+        goal = replace(goal, by_teacher_N=torch.tensor(written) > 0)
+        rewarded = replace(goal, advantage_N=lib.advantages(rows, rewards, 8).double())
+        (with_task, _), (without, _) = (lib.mixture(logp, one, lib.sft, None) for one in (rewarded, goal))
         (gradient,) = torch.autograd.grad((with_task - without).sum() / 8, leaf)
         same(gradient, -0.5 * p * (torch.tensor([3.0, -1.0, 2.0]) - 0.75), 1e-7)
     rows = msgspec.structs.replace(rows, by_teacher=pack(np.ones(8, np.uint8)))
@@ -650,12 +634,8 @@ def test_a_discount_without_the_later_ratios_is_far_from_the_gradient(gamma: flo
     live, behavior, teacher = table(1), table(3).log_softmax(1), table(2).log_softmax(1)
     exact = exact_gradient(live.clone().requires_grad_(), behavior, teacher, gamma).float()
     state_C, row_C, chance_C, goal = every_trajectory(behavior, teacher)
-    chances = {"coefficient_N": chance_C}
-    floats = {
-        k: v.float() if v.is_floating_point() else v
-        for k, v in (vars(goal) | chances).items()
-        if v is not None
-    }
+    known = {k: v for k, v in vars(replace(goal, coefficient_N=chance_C)).items() if v is not None}
+    floats = {k: v.float() if v.is_floating_point() else v for k, v in known.items()}
     hidden_CH = torch.eye(len(PREFIXES))[state_C]
     row_goal = Targets(**floats, row_N=row_C)
     found = []

@@ -15,6 +15,7 @@ import torch
 from msgspec.structs import replace
 from plain_step import flat_rows
 from trainer_fakes import ALONE, RecordedClient, RecordedLearner, recorded_transport
+from waiting import until
 
 from student_trainer.__main__ import _exit_code as exit_code
 from student_trainer.config import TrainerConfig
@@ -29,6 +30,9 @@ from sync.base.errors import DataError, RemoteError, StoreError, Unreachable
 from sync.weights.snapshots.admin import Collected, Odd
 from sync.wire import Published, StepReport, Stop, TrainBatch, Version, Wait, pack
 
+OVER = Stop(reason="over", checkpoint=False)
+TWO_STEPS = ["step 0", "publish 1", "step 1", "publish 2"]
+
 
 def batch(step: int) -> TrainBatch:
     rows = flat_rows([f"r{step}"], [[]], [[]])
@@ -39,21 +43,16 @@ class Story:
     """Records what the loop does, in order."""
 
     def __init__(
-        self, tmp_path: Path, batches: list[TrainBatch], checkpoint: bool = False, **more: Any
+        self, run_dir: Path, steps: int = 0, checkpoint: bool = False, publish_every: int = 1, **trainer: Any
     ) -> None:
-        settings = {"deepspeed": "ds.json", "checkpoint_minutes": 0.0}
-        settings |= {name: value for name, value in more.items() if name.startswith("checkpoint")}
-        config = TrainerConfig(
-            run="r",
-            run_dir=tmp_path,
-            controller_url="http://c",
-            student={"path": "s"},
-            steps=1,
-            trainer=settings,
-            weights={"publish_every": more.get("publish_every", 1)},
-        )
+        """`steps`: batches that the controller has; `checkpoint`: whether its stop asks for one."""
+        settings = {"deepspeed": "ds.json", "checkpoint_minutes": 0.0, **trainer}
+        run = {"run": "r", "run_dir": run_dir, "controller_url": "http://c", "steps": 1}
+        weights = {"publish_every": publish_every}
+        config = TrainerConfig(**run, student={"path": "s"}, trainer=settings, weights=weights)
+        batches = [batch(step) for step in range(steps)]
         self.client, self.learner = RecordedClient(batches, checkpoint), RecordedLearner()
-        self.lines, self.folder = self.learner.lines, tmp_path / "ledger"
+        self.lines, self.folder = self.learner.lines, run_dir / "ledger"
         publishing = Publishing(recorded_transport(self.lines))
         ledger = Ledger(self.folder, Version(0, 0), None, 0)
         self.trainer = Trainer(config, ALONE, self.learner, self.client, publishing, ledger)
@@ -63,13 +62,12 @@ class Story:
 
 
 def test_a_step_is_trained_recorded_published_saved_and_then_reported(tmp_path: Path) -> None:
-    story = Story(tmp_path, [batch(0), batch(1)], checkpoint_every=2)
+    story = Story(tmp_path, 2, checkpoint_every=2)
     assert train(story.trainer) is Outcome.STOP
-    assert story.lines == ["step 0", "publish 1", "step 1", "publish 2", "save 2"]
+    assert story.lines == [*TWO_STEPS, "save 2"]
     assert story.reported() == ["StepReport 1", "CheckpointSaved 2", "StepReport 2"]
     assert read(story.folder)[0].steps == {1: ["r0"], 2: ["r1"]}
     report = story.client.reported[0]
-    assert isinstance(report, StepReport)
     assert list(report.seconds) == ["wait", "train", "publish", "checkpoint"]
     assert report.parts == {"forward": 0.5}
 
@@ -78,13 +76,15 @@ def test_the_ledger_counts_the_tokens_in_the_loss(tmp_path: Path) -> None:
     parts = batch(0)
     rows = replace(parts.micro_batches[0], completion_lens=pack(np.array([4], np.int32)))
     episode = replace(rows, own=pack(np.array([1, 0, 0, 1], np.uint8)))
-    story = Story(tmp_path, [replace(parts, micro_batches=[rows, episode])])
+    story = Story(tmp_path)
+    answers = [replace(parts, micro_batches=[rows, episode]), OVER]
+    story.client.poll = lambda version: answers.pop(0)
     train(story.trainer)
     assert read(story.folder)[0].tokens == {1: 4 + 2}
 
 
 def test_of_ranks_that_share_rows_the_first_names_them(tmp_path: Path) -> None:
-    story = Story(tmp_path, [batch(0)])
+    story = Story(tmp_path, 1)
     settings = story.trainer.config.trainer.model_copy(update={"sequence_parallel": 2})
     story.trainer.config = story.trainer.config.model_copy(update={"trainer": settings})
     story.trainer.ranks = Ranks(1, 1, torch.device("cpu"))
@@ -94,30 +94,25 @@ def test_of_ranks_that_share_rows_the_first_names_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batches", "options", "outcome", "lines"),
+    ("steps", "options", "outcome", "lines"),
     [
         (3, {"publish_every": 2}, Outcome.STOP, ["step 0", "step 1", "publish 2", "step 2"]),
         (1, {"checkpoint": True}, Outcome.STOP_AND_CHECKPOINT, ["step 0", "publish 1", "save 1"]),
-        (
-            2,
-            {"checkpoint": True, "checkpoint_every": 2},
-            Outcome.STOP_AND_CHECKPOINT,
-            ["step 0", "publish 1", "step 1", "publish 2", "save 2"],
-        ),
+        (2, {"checkpoint": True, "checkpoint_every": 2}, Outcome.STOP_AND_CHECKPOINT, [*TWO_STEPS, "save 2"]),
     ],
     ids=["versions between", "stop decides whether to save", "the last step is saved once"],
 )
 def test_what_is_published_and_saved(
-    tmp_path: Path, batches: int, options: dict[str, Any], outcome: Outcome, lines: list[str]
+    tmp_path: Path, steps: int, options: dict[str, Any], outcome: Outcome, lines: list[str]
 ) -> None:
-    story = Story(tmp_path, [batch(step) for step in range(batches)], **options)
+    story = Story(tmp_path, steps, **options)
     assert train(story.trainer) is outcome
     assert story.lines == lines
 
 
 def test_a_waiting_trainer_publishes_again_on_request(tmp_path: Path) -> None:
-    story = Story(tmp_path, [batch(0)])
-    answers: list[Any] = [Wait(), Wait(publish=True), Wait(), batch(0), Stop(reason="over", checkpoint=False)]
+    story = Story(tmp_path)
+    answers: list[Any] = [Wait(), Wait(publish=True), Wait(), batch(0), OVER]
     story.client.poll = lambda version: answers.pop(0)
     assert train(story.trainer) is Outcome.STOP
     assert story.lines == ["publish 0", "step 0", "publish 1"]
@@ -128,8 +123,7 @@ def test_a_checkpoint_is_saved_when_rank_0s_clock_is_due(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("student_trainer.loop.time.monotonic", lambda: now[0])
-    batches = [batch(step) for step in range(6)]
-    story = Story(tmp_path, batches, checkpoint_every=4, checkpoint_minutes=25 / 60)
+    story = Story(tmp_path, 6, checkpoint_every=4, checkpoint_minutes=25 / 60)
 
     def stepping(part: TrainBatch) -> None:
         now[0] += 10.0
@@ -148,7 +142,7 @@ def test_the_clock_of_rank_0_alone_decides_for_every_rank(tmp_path: Path, rank: 
             votes.append(value)
             return 1.0
 
-    story = Story(tmp_path, [], checkpoint_minutes=1e-9)
+    story = Story(tmp_path, checkpoint_minutes=1e-9)
     story.trainer.ranks = Voting(rank, 2, torch.device("cpu"))
     story.trainer.saved_at = 0.0
     assert checkpoint_due(story.trainer), "what the ranks agreed on"
@@ -156,7 +150,7 @@ def test_the_clock_of_rank_0_alone_decides_for_every_rank(tmp_path: Path, rank: 
 
 
 def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
-    story = Story(tmp_path, [batch(step) for step in range(5)])
+    story = Story(tmp_path, 5)
 
     def stepping(part: TrainBatch) -> None:
         if part.version.step == 1:
@@ -164,13 +158,13 @@ def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
 
     story.learner.on_step = stepping
     assert train(story.trainer) is Outcome.INTERRUPTED
-    assert story.lines == ["step 0", "publish 1", "step 1", "publish 2", "save 2"]
+    assert story.lines == [*TWO_STEPS, "save 2"]
     assert isinstance(story.client.reported[-1], wire.CheckpointSaved)
 
 
 def test_a_trainer_that_was_rolled_back_saves_no_checkpoint(tmp_path: Path) -> None:
     """It would push out the oldest one, where the next trainer may begin."""
-    story = Story(tmp_path, [batch(0), batch(1)])
+    story = Story(tmp_path, 2)
 
     def confirm(version: Version) -> None:
         raise RemoteError(f"{version} is not of the current lineage")
@@ -182,7 +176,7 @@ def test_a_trainer_that_was_rolled_back_saves_no_checkpoint(tmp_path: Path) -> N
 
 
 def test_a_batch_for_other_weights_is_refused(tmp_path: Path) -> None:
-    story = Story(tmp_path, [batch(0)])
+    story = Story(tmp_path)
     story.client.poll = lambda version: batch(7)
     with pytest.raises(DataError, match="batch is for L000-v00000007, the trainer is at L000-v00000000"):
         train(story.trainer)
@@ -196,18 +190,14 @@ def test_a_batch_for_other_weights_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_the_end_of_another_rank_is_told_from_a_socket_that_was_reset(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error: Exception,
-    said: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Any, said: str
 ) -> None:
     def fail(config: TrainerConfig) -> None:
         raise error
 
     monkeypatch.setattr("student_trainer.loop.run", fail)
     path = tmp_path / "trainer.json"
-    path.write_text(Story(tmp_path, []).trainer.config.model_dump_json())
+    path.write_text(Story(tmp_path).trainer.config.model_dump_json())
     assert exit_code(path) == 1
     (line,) = caplog.records
     assert line.message.startswith(said)
@@ -237,20 +227,15 @@ class FakePeer:
 
 
 def test_the_next_batch_is_fetched_while_a_step_trains() -> None:
-    peer = FakePeer([batch(0), batch(1), Wait(), Stop(reason="", checkpoint=False)])
+    peer = FakePeer([batch(0), batch(1), Wait(), OVER])
     source = ControllerClient(peer, 1, 2)
     assert source.poll(Version(0, 0)) == batch(0)
     source.expect(Version(0, 1))
-    deadline = time.monotonic() + 600.0
-    while len(peer.asked) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(peer.asked) == 2
+    until(lambda: len(peer.asked) == 2, 600)
     assert source.poll(Version(0, 1)) == batch(1)
-    assert source.poll(Version(0, 2)) == Wait()
-    assert isinstance(source.poll(Version(0, 2)), Stop)
-    steps, (rank, world) = [body.version.step for _, body in peer.asked], (1, 2)
-    assert steps == [0, 1, 2, 2]
-    assert {(body.rank, body.world_size) for _, body in peer.asked} == {(rank, world)}
+    assert [source.poll(Version(0, 2)) for _ in range(2)] == [Wait(), OVER]
+    assert [body.version.step for _, body in peer.asked] == [0, 1, 2, 2]
+    assert {(body.rank, body.world_size) for _, body in peer.asked} == {(1, 2)}
     source.close()
 
 
@@ -283,26 +268,19 @@ def test_events_arrive_in_order_and_a_lost_one_is_raised() -> None:
 
 
 def test_heartbeats_of_rank_0_say_what_it_does_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
+    now, saves, publishes = 100.0, "it saves the checkpoint of L000-v00000004", "it publishes L000-v00000004"
     monkeypatch.setattr(time, "monotonic", lambda: now)
     clients = [ControllerClient(FakePeer([]), rank) for rank in range(2)]  # type: ignore[arg-type]
     for client in clients:
-        client.does("it saves the checkpoint of L000-v00000004")
-        client.publishing = lambda: "it publishes L000-v00000004"
+        client.does(saves)
+        client.publishing = lambda: publishes
     now = 103.0
-    clients[0].does("it saves the checkpoint of L000-v00000004")
-    assert [client.heartbeat(Version(0, 0)).does for client in clients] == [
-        {
-            "trainer": ("it saves the checkpoint of L000-v00000004", 3.0),
-            "publisher": ("it publishes L000-v00000004", 0.0),
-        },
-        {},
-    ]
+    clients[0].does(saves)
+    first, second = (client.heartbeat(Version(0, 0)).does for client in clients)
+    assert (first, second) == ({"trainer": (saves, 3.0), "publisher": (publishes, 0.0)}, {})
 
 
-def test_a_publication_is_said_to_wait_for_disk_space_as_long_as_it_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_publication_is_said_to_wait_for_disk_space_while_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "RETRY_SECONDS", 0.01)
     space = threading.Event()
 
@@ -315,8 +293,7 @@ def test_a_publication_is_said_to_wait_for_disk_space_as_long_as_it_does(
     assert publishing.words() == ""
     publishing.publish(Version(0, 3), anchor=False)
     told = "it publishes L000-v00000003; shard 0 waits for disk space"
-    while publishing.words() != told:
-        time.sleep(0.001)
+    until(lambda: publishing.words() == told)
     space.set()
     publishing.settle()
     assert publishing.words() == ""
@@ -325,8 +302,7 @@ def test_a_publication_is_said_to_wait_for_disk_space_as_long_as_it_does(
 
 def test_a_start_is_confirmed_behind_its_events_and_by_a_silent_controller_too() -> None:
     event = StepReport(version=Version(0, 3), metrics={}, seconds={})
-    answers = [wire.Ok(), wire.Ok(), Unreachable("gone"), RemoteError("rolled back")]
-    peer = FakePeer(answers)
+    peer = FakePeer([wire.Ok(), wire.Ok(), Unreachable("gone"), RemoteError("rolled back")])
     controller = ControllerClient(peer)
     controller.report(event)
     controller.confirm(Version(0, 4))
@@ -379,17 +355,10 @@ def nothing_collected() -> Collected:
 
 
 def to_a_store(
-    tmp_path: Path, publisher: FakePublisher, learner: RecordedLearner, client: RecordedClient, collect: Any
+    folder: Path, publisher: Any, learner: Any = None, client: Any = None, collect: Any = nothing_collected
 ) -> Publishing:
-    scratch: Any = tmp_path / "scratch"
-    return Publishing(SnapshotTransport(publisher, learner, client, scratch, None, collect).stage)
-
-
-def snapshots(
-    tmp_path: Path, publisher: FakePublisher, adapters: bool = False, collect: Any = nothing_collected
-) -> tuple[Publishing, RecordedClient]:
-    client = RecordedClient()
-    return to_a_store(tmp_path, publisher, RecordedLearner(adapters), client, collect), client
+    learner, client = learner or RecordedLearner(), client or RecordedClient()
+    return Publishing(SnapshotTransport(publisher, learner, client, folder / "scratch", None, collect).stage)
 
 
 def go(publishing: Publishing, *steps: int) -> None:
@@ -406,17 +375,13 @@ def go(publishing: Publishing, *steps: int) -> None:
         (False, 1, [("full", 0), ("full", 2), ("full", 3), ("delta", 4)]),
         (True, 0, [("lora", 0), ("lora", 1), ("lora", 2), ("lora", 3), ("lora", 4)]),
     ],
-    ids=[
-        "an anchor first and when it is due",
-        "an anchor behind a version that failed",
-        "adapters are whole",
-    ],
+    ids=["an anchor first and when due", "an anchor behind a version that failed", "adapters are whole"],
 )
 def test_versions_are_anchors_or_deltas(
     tmp_path: Path, adapters: bool, failures: int, published: list[tuple[str, int]]
 ) -> None:
-    publisher = FakePublisher()
-    path, client = snapshots(tmp_path, publisher, adapters)
+    publisher, client = FakePublisher(), RecordedClient()
+    path = to_a_store(tmp_path, publisher, RecordedLearner(adapters), client)
     path.start(Version(0, 0))
     publisher.failures = failures
     go(path, 1, 2, 3, 4)
@@ -435,7 +400,7 @@ def test_rank_0_alone_votes_for_an_anchor(tmp_path: Path) -> None:
     assert client.reported == []
 
 
-def test_garbage_is_collected_after_an_anchor_in_the_background_at_most_every_ten_minutes(
+def test_garbage_is_collected_behind_an_anchor_and_every_ten_minutes_at_most(
     tmp_path: Path,
 ) -> None:
     collected, going_on = threading.Event(), threading.Event()
@@ -446,26 +411,25 @@ def test_garbage_is_collected_after_an_anchor_in_the_background_at_most_every_te
         collected.set()
         raise StoreError("the store went away")  # costs nothing
 
-    path, _ = snapshots(tmp_path, FakePublisher(), collect=collect)
+    path = to_a_store(tmp_path, FakePublisher(), collect=collect)
     path.start(Version(0, 0))
     go(path, 1, 2, 3, 4)
     going_on.set()
     assert collected.wait(600)
 
 
-def begun(tmp_path: Path, batches: list[TrainBatch], failures: int) -> tuple[Story, FakePublisher]:
+def begun(tmp_path: Path, steps: int, failures: int) -> tuple[Story, FakePublisher]:
     """A run after its first version; so many publications fail from then on."""
-    story, publisher = Story(tmp_path, batches), FakePublisher()
-    publishing = to_a_store(tmp_path, publisher, story.learner, story.client, nothing_collected)
-    story.trainer.publishing = publishing
-    publishing.start(Version(0, 0))
+    story, publisher = Story(tmp_path, steps), FakePublisher()
+    story.trainer.publishing = to_a_store(tmp_path, publisher, story.learner, story.client)
+    story.trainer.publishing.start(Version(0, 0))
     publisher.failures = failures
     return story, publisher
 
 
 def waiting_story(tmp_path: Path, answers: list[Any], failures: int) -> tuple[Story, FakePublisher]:
     """One whose answers come when nothing is on its way."""
-    story, publisher = begun(tmp_path, [], failures)
+    story, publisher = begun(tmp_path, 0, failures)
 
     def poll(version: Version) -> Any:
         story.trainer.publishing.settle()
@@ -480,7 +444,7 @@ def test_a_trainer_that_waits_publishes_again_what_failed(
 ) -> None:
     """No rollouts may be started until it is there, so no later version comes."""
     monkeypatch.setattr("student_trainer.transports.REPEAT_SECONDS", 0.0)
-    answers = [batch(0), Wait(), Wait(), Wait(), batch(1), Stop(reason="over", checkpoint=False)]
+    answers = [batch(0), Wait(), Wait(), Wait(), batch(1), OVER]
     story, publisher = waiting_story(tmp_path, answers, failures=2)
     assert train(story.trainer) is Outcome.STOP
     story.trainer.publishing.settle()
@@ -493,15 +457,12 @@ def test_what_failed_is_published_again_after_a_pause_alone(
     """Neither the wait nor a controller that asks for it ends the run within the pause."""
     monkeypatch.setattr("student_trainer.loop._PAUSE_SECONDS", 0.0)
     waits = [Wait(publish=bool(number % 2)) for number in range(9)]
-    answers = [batch(0), *waits, Stop(reason="over", checkpoint=False)]
-    story, publisher = waiting_story(tmp_path, answers, failures=1)
+    story, publisher = waiting_story(tmp_path, [batch(0), *waits, OVER], failures=1)
     assert train(story.trainer) is Outcome.STOP
     assert publisher.done == [("full", 0)]
 
 
-def test_a_version_is_published_again_once_it_is_over_and_without_a_pause_after_a_success(
-    tmp_path: Path,
-) -> None:
+def test_a_version_is_published_again_once_it_is_over_and_without_a_pause_after_a_success() -> None:
     may_end, failures = threading.Event(), [StoreError("the store went away")]
 
     def stage(version: Version, anchor: bool) -> Any:
@@ -537,7 +498,7 @@ def test_a_trainer_that_waits_ends_when_publishing_keeps_failing(
 
 def ended(tmp_path: Path, failures: int, outcome: Outcome) -> Story:
     """A run of one step from its first version to its end; so many publications after the first fail."""
-    story, _ = begun(tmp_path, [batch(0)], failures)
+    story, _ = begun(tmp_path, 1, failures)
     train(story.trainer)
     with pytest.raises(StoreError) if failures and outcome is not Outcome.INTERRUPTED else nullcontext():
         finish(story.trainer, outcome)
@@ -556,7 +517,7 @@ def test_an_export_that_fails_is_not_the_end_of_a_run(
     def full(self: object, folder: Path) -> None:
         raise DataError("the disk is full")
 
-    story = Story(tmp_path, [batch(0)])
+    story = Story(tmp_path, 1)
     monkeypatch.setattr(RecordedLearner, "export", full)
     train(story.trainer)
     with pytest.raises(DataError, match="full"):
@@ -580,17 +541,15 @@ def test_a_last_version_that_failed_has_no_digests_and_is_an_error(
 def test_other_errors_of_a_publication_end_the_run(tmp_path: Path) -> None:
     publisher = FakePublisher()
     publisher.delta = lambda version, shards: [][1]
-    path, _ = snapshots(tmp_path, publisher)
+    path = to_a_store(tmp_path, publisher)
     path.publish(Version(0, 1), anchor=False)
     with pytest.raises(IndexError):
         path.settle()
 
 
 def test_what_garbage_collection_leaves_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, _ = snapshots(
-        tmp_path, FakePublisher(), collect=lambda: Collected([], [], 0, [Odd("L000-v00000001", "is damaged")])
-    )
-    path.start(Version(0, 0))
+    left = Collected([], [], 0, [Odd("L000-v00000001", "is damaged")])
+    to_a_store(tmp_path, FakePublisher(), collect=lambda: left).start(Version(0, 0))
     for thread in threading.enumerate():
         if thread.name == "collect":
             thread.join(600)

@@ -140,9 +140,6 @@ def stepped(
     return engine, train_step(engine, batch, loss_of(config, TEACHERS, heads(config, teacher)), ALONE)
 
 
-# --- by hand ------------------------------------------------------------------------------------------------
-
-
 def by_hand(
     made: Sequence[Rollout], config: ObjectiveConfig, teacher: Student, weights: Sequence[float]
 ) -> tuple[float, list[Tensor]]:
@@ -173,7 +170,6 @@ def targets_by_hand(
     def known(array: Any) -> Any:
         return None if array is None else torch.tensor(unpack(array))[at]
 
-    assert rollout.scored is not None
     scored = rollout.scored
     token, logq = known(rollout.tokens).long(), known(scored.logprob)
     mine = logp_NV.gather(1, token[:, None])[:, 0]
@@ -275,9 +271,6 @@ def test_ranks_share_one_denominator_of_own_tokens(config: ObjectiveConfig) -> N
     assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     mean = [(one + two) / 2 for one, two in zip(*(engine.gradients for engine in engines), strict=True)]
     assert difference(mean, alone.gradients) <= 2e-6
-
-
-# --- enumerated ---------------------------------------------------------------------------------------------
 
 
 def test_credit_of_a_later_turn_passes_over_what_the_environment_said_between() -> None:

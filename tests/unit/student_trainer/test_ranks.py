@@ -34,12 +34,10 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_bytes_of_any_length_reach_every_rank(tmp_path: Path, size: int) -> None:
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(size), str(tmp_path / "meet")], stdout=subprocess.PIPE
-        )
-        for rank in range(size)
+    lines = [
+        [sys.executable, "-c", RANK, str(rank), str(size), str(tmp_path / "meet")] for rank in range(size)
     ]
+    started = [subprocess.Popen(line, stdout=subprocess.PIPE) for line in lines]
     told = [json.loads(process.communicate(timeout=600)[0]) for process in started]
     lengths = ([0, 1], [0, 0], [3, 2])
     expected = [[(bytes([7 + rank]) * part[rank]).hex() for rank in range(size)] for part in lengths]
@@ -48,9 +46,6 @@ def test_bytes_of_any_length_reach_every_rank(tmp_path: Path, size: int) -> None
 
 def test_a_single_rank_needs_no_group() -> None:
     assert Ranks(0, 1, torch.device("cpu")).collect(b"alone") == [b"alone"]
-
-
-# --- where they meet, and what they listen on meanwhile -----------------------------------------------------
 
 
 MEETING = """
@@ -83,14 +78,10 @@ def test_ranks_meet_and_listen_on_loopback_alone(place: str, tmp_path: Path) -> 
     ]
     try:
         assert [rank.stdout.readline() for rank in ranks] == ["2\n", "2\n"]
-        found = [
-            one.laddr
-            for rank in ranks
-            for one in psutil.Process(rank.pid).net_connections("tcp")
-            if one.status == "LISTEN"
-        ]
-        assert {address.ip for address in found} <= {"127.0.0.1"}
-        assert (port in {address.port for address in found}) == (place == "port")
+        open_now = [one for rank in ranks for one in psutil.Process(rank.pid).net_connections("tcp")]
+        listening = [one.laddr for one in open_now if one.status == "LISTEN"]
+        assert {address.ip for address in listening} <= {"127.0.0.1"}
+        assert (port in {address.port for address in listening}) == (place == "port")
     finally:
         for rank in ranks:
             rank.communicate("", timeout=60)

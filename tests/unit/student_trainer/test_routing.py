@@ -31,12 +31,19 @@ from sync.wire.head import HeadShape
 every_family = pytest.mark.parametrize("family", CONFIGS)
 
 
-# --- what is given and measured -----------------------------------------------------------------------------
+def local(kind: str, **more: Any) -> Any:
+    return routed_models.untrained(kind, routed_models.LOCAL | more)
 
 
 def other(routes_SMK: Tensor) -> Tensor:
     """Other experts for every token."""
     return (routes_SMK + 3) % EXPERTS
+
+
+def with_routes(model: Any, routes_SMK: Tensor) -> Tensor:
+    """The loss, through these experts."""
+    with replayed(routers(model), routes_SMK):
+        return loss_of(model)
 
 
 class Precisely(TorchFunctionMode):
@@ -49,9 +56,6 @@ class Precisely(TorchFunctionMode):
         if func is Tensor.float:
             func = Tensor.double
         return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
-
-
-# --- gradients --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
@@ -94,9 +98,8 @@ def test_gradients_of_routers_through_other_experts_are_those_of_finite_differen
             loss.backward()
             assert abs(float((loss - live).detach())) > 1e-3, "other experts, another function"
             for seed, parameter in enumerate(parameters):
-                direction = torch.randn(
-                    parameter.shape, generator=torch.Generator().manual_seed(seed)
-                ).double()
+                draw = torch.Generator().manual_seed(seed)
+                direction = torch.randn(parameter.shape, generator=draw).double()
                 with torch.no_grad():
                     sides = []
                     for shift in (step, -2 * step, step):
@@ -206,13 +209,8 @@ def test_the_table_of_families_is_that_of_the_tests() -> None:
     page = (Path(__file__).parents[3] / "docs/large-models.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| ((?:yes|refused|not).*) \|$", page, re.MULTILINE)
     told = {name: [cell.strip() == "yes" for cell in cells.split("|")] for name, cells in rows}
-    lists = (
-        CONFIGS,
-        routed_models.BY_RANKS,
-        routed_models.PUBLISHED,
-        routed_models.SERVED,
-        routed_models.SCORED,
-    )
+    trained = CONFIGS, routed_models.BY_RANKS, routed_models.PUBLISHED
+    lists = *trained, routed_models.SERVED, routed_models.SCORED
     shown = [{routed_models.config_of(family).model_type for family in families} for families in lists]
     assert told == {name: [name in families for families in shown] for name in shown[0]}
     assert shown[0] == {*model_facts.FAMILIES}
@@ -276,14 +274,8 @@ class Block(torch.nn.Module):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (
-            lambda: routed_models.untrained("Phimoe", routed_models.LOCAL),
-            "PhimoeTopKRouter at model.layers.0.mlp",
-        ),
-        (
-            lambda: routed_models.untrained("Jamba", routed_models.LOCAL | {"use_mamba_kernels": False}),
-            "blocks of experts with 0 known",
-        ),
+        (lambda: local("Phimoe"), "PhimoeTopKRouter at model.layers.0.mlp"),
+        (lambda: local("Jamba", use_mamba_kernels=False), "blocks of experts with 0 known"),
         (Block, "num_local_experts = 4"),
     ],
     ids=["another router", "experts without a router", "only its configuration tells"],
@@ -302,11 +294,8 @@ def test_a_route_that_no_router_chooses_is_refused(route: list[int]) -> None:
     routes_SMK = live_routes(model)
     check_routes(routers(model), routes_SMK)
     routes_SMK[13, 1] = torch.tensor(route)
-    with (
-        pytest.raises(DataError, match=r"place 13 in model\.layers\.2\.mlp\.gate is"),
-        replayed(routers(model), routes_SMK),
-    ):
-        pass
+    with pytest.raises(DataError, match=r"place 13 in model\.layers\.2\.mlp\.gate is"):
+        with_routes(model, routes_SMK)
 
 
 def test_routes_of_another_shape_are_refused() -> None:
@@ -315,11 +304,8 @@ def test_routes_of_another_shape_are_refused() -> None:
     for wrong in (routes_SMK[:, :1], routes_SMK[..., :1], routes_SMK.float(), routes_SMK.to(torch.uint8)):
         with pytest.raises(DataError, match="must be signed integers, for 2 layers of experts"):
             check_routes(routers(model), wrong)
-    with (
-        pytest.raises(DataError, match="routes 22 tokens, and routes of 21 were given"),
-        replayed(routers(model), routes_SMK[1:]),
-    ):
-        loss_of(model)
+    with pytest.raises(DataError, match="routes 22 tokens, and routes of 21 were given"):
+        with_routes(model, routes_SMK[1:])
     assert torch.equal(live_routes(model), routes_SMK), "an error leaves no route behind"
 
 
@@ -350,25 +336,17 @@ def test_a_router_that_does_not_choose_by_one_topk_is_refused() -> None:
         return type(gate).forward(gate, hidden)
 
     for forward, calls in ((by_sorting, 0), (twice, 2)):
-        gate.forward = forward
-        with (
-            pytest.raises(
-                ConfigError, match=rf"Qwen3MoeTopKRouter at model.layers.2.mlp.gate .* {calls} calls"
-            ),
-            replayed(routed, routes_SMK),
-        ):
-            loss_of(model)
+        gate.forward, why = forward, rf"Qwen3MoeTopKRouter at model.layers.2.mlp.gate .* {calls} calls"
+        with pytest.raises(ConfigError, match=why):
+            with_routes(model, routes_SMK)
         assert gate.forward is forward, "what replaced a forward before is back"
 
 
 def test_a_router_that_never_ran_is_refused() -> None:
     model = build("qwen3")
     model.model.layers[2].mlp.forward = lambda hidden: hidden
-    with (
-        pytest.raises(DataError, match=r"model\.layers\.2\.mlp\.gate, which did not run"),
-        replayed(routers(model), live_routes(build("qwen3"))),
-    ):
-        loss_of(model)
+    with pytest.raises(DataError, match=r"model\.layers\.2\.mlp\.gate, which did not run"):
+        with_routes(model, live_routes(build("qwen3")))
 
 
 @every_family

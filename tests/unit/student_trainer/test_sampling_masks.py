@@ -78,6 +78,11 @@ def kl_within(mask: list[int], teacher: Tensor = TEACHER) -> Callable[[Tensor], 
     return value
 
 
+def only(row: int, count: int) -> Tensor:
+    """Draws of that row alone."""
+    return torch.zeros(count, dtype=torch.float64).index_fill_(0, torch.tensor(row), 1.0)
+
+
 def same(one: Tensor, other: Tensor, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(one, other, atol=tolerance, rtol=0)
 
@@ -97,8 +102,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl_within_the_mask(mask: l
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_support_that_holds_the_mask_gives_the_exact_gradient_for_every_sample(mask: list[int]) -> None:
     for row in range(len(mask)):
-        one = torch.zeros(len(mask), dtype=torch.float64).index_fill_(0, torch.tensor(row), 1.0)
-        found = gradient(build(HYBRID), goal(mask, list(range(V))), one)
+        found = gradient(build(HYBRID), goal(mask, list(range(V))), only(row, len(mask)))
         same(found, exact(kl_within(mask)))
 
 
@@ -107,8 +111,7 @@ def test_a_student_that_is_its_teacher_rests_whatever_was_sampled(loss: Any) -> 
     for mask in MASKS:
         targets = goal(mask, [0, 3], teacher=THETA.log_softmax(0))
         for row in range(len(mask)):
-            one = torch.zeros(len(mask), dtype=torch.float64).index_fill_(0, torch.tensor(row), 1.0)
-            same(gradient(build(loss), targets, one), torch.zeros(V, dtype=torch.float64))
+            same(gradient(build(loss), targets, only(row, len(mask))), torch.zeros(V, dtype=torch.float64))
 
 
 def test_without_the_masks_the_gradient_is_far_off() -> None:
@@ -137,17 +140,14 @@ def test_a_reward_is_learned_within_the_mask_whatever_the_divergence(mask: list[
 def test_divergences_that_take_no_sample_are_of_the_whole_vocabulary(objective: Any) -> None:
     every = {"support": list(range(V)), "teacher_logp_NV": TEACHER.expand(2, V)}
     targets, draws = goal([1, 4], **every), torch.tensor([0.5, 0.5], dtype=torch.float64)
-    same(
-        gradient(build(objective), targets, draws),
-        gradient(build(objective), replace(targets, mask_NK=None), draws),
-    )
+    unmasked = gradient(build(objective), replace(targets, mask_NK=None), draws)
+    same(gradient(build(objective), targets, draws), unmasked)
 
 
 def test_a_token_without_a_mask_is_of_the_whole_vocabulary() -> None:
-    token_N, behavior = torch.arange(V), STALE.log_softmax(0)
-    targets = replace(
-        goal(list(range(V))), token_N=token_N, behavior_logp_N=behavior, mask_NK=torch.full((V, 3), -1)
-    )
+    behavior = STALE.log_softmax(0)
+    unmasked = {"token_N": torch.arange(V), "mask_NK": torch.full((V, 3), -1)}
+    targets = replace(goal(list(range(V))), behavior_logp_N=behavior, **unmasked)
     same(gradient(build(SAMPLED), targets, behavior.exp()), exact(kl_within(list(range(V)))))
 
 

@@ -47,30 +47,25 @@ SAME = {
     "Qwen3, adapters": case("Qwen3", lora=True, checkpointing=True),
 }
 """Every step beside that of one process with whole rows, with a discount."""
+UNTOLD = "2 of 2 layers were not told how rows lie: set trainer.sequence_parallel = 1"
 REFUSED = {
-    "StableLm": (
-        case("StableLm"),
-        "2 of 2 layers were not told how rows lie: set trainer.sequence_parallel = 1",
-    ),
+    "StableLm": (case("StableLm"), UNTOLD),
     "misplaced, packed": (case("Qwen3", misplaced=True), "rows together and rows alone differ by 0.0"),
     "misplaced, padded": (case("Gemma3", 4, "padded", misplaced=True), "rows together and rows alone differ"),
     "two heads": (case("Llama", 4, more={"num_attention_heads": 2}), "LlamaAttention has 2 heads, of keys"),
 }
 
 
+Found = list[dict[str, dict[str, Any]]]
+"""Of every rank, what it found for each case."""
+
+
 @pytest.fixture(scope="module")
-def stepped(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """Of every rank, what it found for each case."""
+def stepped(tmp_path_factory: pytest.TempPathFactory) -> Found:
     meeting, names = tmp_path_factory.mktemp("ranks") / "meet", [*SAME, *REFUSED]
     cases = json.dumps([*SAME.values(), *(one for one, _ in REFUSED.values())])
-    argv = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(ROOT / "tests/support/split_ranks.py"),
-        str(WORLD),
-        str(meeting),
-    ]
+    script = str(ROOT / "tests/support/split_ranks.py")
+    argv = [sys.executable, "-W", "ignore", script, str(WORLD), str(meeting)]
     subprocess.run(argv, input=cases, text=True, check=True, timeout=1200)
     found = [json.loads(Path(f"{meeting}.{rank}").read_text()) for rank in range(WORLD)]
     return [dict(zip(names, one, strict=True)) for one in found]
@@ -78,9 +73,7 @@ def stepped(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", SAME)
-def test_a_step_is_that_of_one_process_with_whole_rows(
-    stepped: list[dict[str, dict[str, Any]]], name: str
-) -> None:
+def test_a_step_is_that_of_one_process_with_whole_rows(stepped: Found, name: str) -> None:
     for found in (one[name] for one in stepped):
         assert found["gradient"] < 1e-5, found["parameter"]
         assert found["check"] < 1e-5
@@ -89,21 +82,16 @@ def test_a_step_is_that_of_one_process_with_whole_rows(
 
 
 @pytest.mark.engine
-def test_a_rank_keeps_its_share_of_the_activations(stepped: list[dict[str, dict[str, Any]]]) -> None:
+def test_a_rank_keeps_its_share_of_the_activations(stepped: Found) -> None:
     """In bytes that the backward pass of one micro-batch needs."""
     for found in stepped:
         whole, part = found["Qwen3, four ranks share two heads of keys"]["kept"]
         assert part < 0.3 * whole
 
 
-# --- what is refused ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_does_not_see_whole_rows_is_refused_by_every_rank(
-    stepped: list[dict[str, dict[str, Any]]], name: str
-) -> None:
+def test_a_model_that_does_not_see_whole_rows_is_refused_by_every_rank(stepped: Found, name: str) -> None:
     assert all(REFUSED[name][1] in found[name]["refused"] for found in stepped)
 
 
@@ -117,9 +105,8 @@ BY_KIND = {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"r
 
 
 def settings(size: int = 4, **more: Any) -> TrainerSettings:
-    return TrainerSettings(
-        deepspeed=ROOT / "configs/deepspeed/zero3_cpu.json", sequence_parallel=size, **more
-    )
+    path = ROOT / "configs/deepspeed/zero3_cpu.json"
+    return TrainerSettings(deepspeed=path, sequence_parallel=size, **more)
 
 
 def problems(change: dict[str, Any], world: int | None = 4, **more: Any) -> list[str]:
@@ -139,16 +126,13 @@ def test_what_cannot_be_split_is_named() -> None:
         (problems({"num_attention_heads": 6}), "has 6 attention heads: it must divide them"),
         (problems({"num_attention_heads": 12, "num_key_value_heads": 3}), "has 3 heads of keys and values"),
     ]:
-        assert len(problem) == 1
-        assert named in problem[0]
+        (line,) = problem
+        assert named in line
 
 
 def test_deepspeeds_own_size_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel decides this alone"):
         deepspeed_config(settings(1, overrides={"sequence_parallel_size": 2}))
-
-
-# --- what a rank is given -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

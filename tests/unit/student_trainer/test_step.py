@@ -73,6 +73,16 @@ def batch(parts: list[Rows]) -> TrainBatch:
     return TrainBatch(version=Version(0, 3), denominator=tokens, micro_batches=parts)
 
 
+def stepped(
+    parts: list[Rows], loss: Loss, pupil: Student | None = None
+) -> tuple[list[torch.Tensor], dict[str, float]]:
+    """Gradients and metrics of a step, of the student of seed 2 unless another is given."""
+    engine = PlainEngine(pupil or student(2), 0.1)
+    metrics = train_step(engine, batch(parts), loss, ALONE)
+    assert engine.boundaries == [False] * (len(parts) - 1) + [True]
+    return engine.gradients, metrics
+
+
 OBJECTIVES = [Full(), Sampled(), Sampled(discount=0.9), TopK(k=5), TopK(k=5, discount=0.5)]
 
 
@@ -83,11 +93,10 @@ def test_packing_padding_and_chunks_do_not_change_the_gradient(config: Objective
     packings = [[indices], [[i] for i in indices], [indices[:1], indices[1:6], indices[6:]], [indices[::-1]]]
     for packing, varlen in itertools.product(packings, (False, True)):
         for chunk in (3, 64):
-            engine = PlainEngine(student(2, chunk, varlen), 0.1)
             parts = [scored_rows(teacher, part) for part in packing]
-            metrics.append(train_step(engine, batch(parts), spec(config, teacher), ALONE))
-            assert engine.boundaries == [False] * (len(parts) - 1) + [True]
-            found.append(engine.gradients)
+            step = stepped(parts, spec(config, teacher), student(2, chunk, varlen))
+            found.append(step[0])
+            metrics.append(step[1])
     size = max(float(g.abs().max()) for g in found[0])
     assert size > 1e-3
     for gradients, other in zip(found[1:], metrics[1:], strict=True):
@@ -122,12 +131,11 @@ def test_a_kernel_counts_for_the_part_that_launched_it() -> None:
 def test_a_rank_without_rows_adds_nothing(varlen: bool) -> None:
     teacher = student(1)
     rows, nothing = scored_rows(teacher, [1, 2]), flat_rows([], [], [])
-    found = []
-    for parts in ([rows], [rows, nothing]):
-        engine = PlainEngine(student(2, varlen=varlen), 0.1)
-        train_step(engine, batch(parts), spec(Sampled(), teacher), ALONE)
-        found.append(engine.gradients)
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    with_rows, beside = (
+        stepped(parts, spec(Sampled(), teacher), student(2, varlen=varlen))[0]
+        for parts in ([rows], [rows, nothing])
+    )
+    assert difference(with_rows, beside) == 0.0
 
 
 @pytest.mark.parametrize("config", [*OBJECTIVES, objectives.StudentTopK(k=5)], ids=str)
@@ -136,10 +144,10 @@ def test_a_student_equal_to_its_teacher_is_a_fixed_point_of_a_whole_step(config:
     rows = scored_rows(teacher, [0, 1, 2, 3, 4])
     if isinstance(config, objectives.StudentTopK):
         rows = own_topk(rows)
-    engine = PlainEngine(student(1), 0.1)
-    metrics = train_step(engine, batch([rows]), spec(config, teacher), ALONE)
+    pupil = student(1)
+    _, metrics = stepped([rows], spec(config, teacher), pupil)
     assert abs(metrics["loss"]) < 1e-6
-    for before, after in zip(teacher.parameters(), engine.module.parameters(), strict=True):
+    for before, after in zip(teacher.parameters(), pupil.parameters(), strict=True):
         assert float((after - before).norm().detach()) <= 1e-6 * float(before.norm().detach())
 
 
@@ -148,10 +156,8 @@ def test_teacher_scores_shifted_by_one_token_raise_the_reverse_kl() -> None:
     rows = scored_rows(teacher, list(range(8)))
     hidden = np.frombuffer(rows.teacher_hidden.data, np.float32).reshape(rows.teacher_hidden.shape)
     shifted = replace(rows, teacher_hidden=pack(np.roll(hidden, 1, axis=0)))
-    kl = []
-    for part in (rows, shifted):
-        metrics = train_step(PlainEngine(student(1), 0.0), batch([part]), spec(Full(), teacher), ALONE)
-        kl.append(metrics["reverse_kl"])
+    steps = [stepped([part], spec(Full(), teacher), student(1)) for part in (rows, shifted)]
+    kl = [metrics["reverse_kl"] for _, metrics in steps]
     assert abs(kl[0]) < 1e-6
     assert kl[1] > 1e-2
 
@@ -159,7 +165,7 @@ def test_teacher_scores_shifted_by_one_token_raise_the_reverse_kl() -> None:
 def test_metrics_follow_from_the_rows() -> None:
     teacher = student(1)
     rows = scored_rows(teacher, [1, 2, 5])
-    metrics = train_step(PlainEngine(student(2), 0.1), batch([rows]), spec(TopK(k=5), teacher), ALONE)
+    _, metrics = stepped([rows], spec(TopK(k=5), teacher))
     tokens, prompts = 4 + 7 + 2, 3 + 4 + 4
     assert metrics["tokens"] == tokens
     assert metrics["rows"] == 3
@@ -167,8 +173,7 @@ def test_metrics_follow_from_the_rows() -> None:
     assert metrics["eos_rate"] == pytest.approx(1 / 3)
     assert metrics["age_mean"] == metrics["age_max"] == 1
     assert metrics["tokens_per_slot"] == pytest.approx((tokens + prompts) / (3 * 11))
-    engine = PlainEngine(student(2, varlen=True), 0.1)
-    metrics = train_step(engine, batch([rows]), spec(TopK(k=5), teacher), ALONE)
+    _, metrics = stepped([rows], spec(TopK(k=5), teacher), student(2, varlen=True))
     assert metrics["tokens_per_slot"] == (tokens + prompts) / 64
     assert 0 < metrics["effective_sample_size"] < 1
     assert 0 <= metrics["topk_overlap"] <= 1
@@ -179,7 +184,7 @@ def test_metrics_follow_from_the_rows() -> None:
 def test_mismatch_kl_counts_tokens_of_the_current_version_alone() -> None:
     teacher = student(1)
     rows = scored_rows(teacher, [1, 2, 5], step=4)
-    metrics = train_step(PlainEngine(student(2), 0.1), batch([rows]), spec(Sampled(), teacher), ALONE)
+    _, metrics = stepped([rows], spec(Sampled(), teacher))
     assert metrics["mismatch_kl"] > 0
     assert metrics["age_max"] == 0
 
@@ -223,15 +228,11 @@ def test_our_head_is_checked_against_the_models_own() -> None:
 
 
 def test_a_loss_that_is_not_finite_ends_the_run() -> None:
-    teacher = student(1)
-    broken = student(2)
+    teacher, broken = student(1), student(2)
     with torch.no_grad():
         broken.head.weight[0] = torch.nan
     with pytest.raises(DataError, match="the loss of step 4 is nan"):
-        train_step(PlainEngine(broken, 0.1), batch([scored_rows(teacher, [1])]), spec(Full(), teacher), ALONE)
-
-
-# --- mixing -------------------------------------------------------------------------------------------------
+        stepped([scored_rows(teacher, [1])], spec(Full(), teacher), broken)
 
 
 def rewarded(rows: Rows, rewards: list[float]) -> Rows:
@@ -242,9 +243,7 @@ def gradients(
     parts: list[Rows], config: ObjectiveConfig, teachers: tuple[str, ...] = TEACHERS
 ) -> tuple[list[torch.Tensor], dict[str, float]]:
     """Of one step of the same student, and its metrics."""
-    engine = PlainEngine(student(2), 0.1)
-    metrics = train_step(engine, batch(parts), loss_of(config, teachers), ALONE)
-    return engine.gradients, metrics
+    return stepped(parts, loss_of(config, teachers))
 
 
 def test_rewards_weigh_the_same_whatever_the_packing() -> None:
@@ -318,12 +317,8 @@ def test_a_teachers_coefficient_weights_its_samples_and_its_metrics_are_separate
     assert "reverse_kl/t0" not in gradients([first], Sampled())[1]
 
 
-@pytest.mark.parametrize(
-    "config", [Sampled(task=TaskReward()), TopK(k=5, discount=0.5)], ids=["task", "topk"]
-)
-def test_a_rows_weight_multiplies_its_share_of_the_gradient_and_the_denominator_stays(
-    config: ObjectiveConfig,
-) -> None:
+@pytest.mark.parametrize("config", [Sampled(task=TaskReward()), TopK(k=5, discount=0.5)], ids=str)
+def test_a_rows_weight_multiplies_its_share_and_the_denominator_stays(config: ObjectiveConfig) -> None:
     """g = Σ_r w_r · (N_r / N) · g_r, both terms of a mixed loss alike."""
     teacher, weights = student(1), [1.0, 0.25, 0.5]
     scores = {} if config.task is None else {"baseline": 0.5, "reward": 1.0}
@@ -332,19 +327,14 @@ def test_a_rows_weight_multiplies_its_share_of_the_gradient_and_the_denominator_
         more = {name: pack(np.full(len(indices), value, np.float32)) for name, value in scores.items()}
         return replace(scored_rows(teacher, indices), **more)
 
-    def gradient(rows: Rows) -> list[torch.Tensor]:
-        engine = PlainEngine(student(2), 0.1)
-        train_step(engine, batch([rows]), spec(config, teacher), ALONE)
-        return engine.gradients
-
     rows = rows_of([3, 4, 5])
-    weighted = gradient(replace(rows, weight=pack(np.array(weights, np.float32))))
+    weighted, _ = gradients([replace(rows, weight=pack(np.array(weights, np.float32)))], config)
     tokens = np.frombuffer(rows.completion_lens.data, "<i4")
-    alone = [gradient(rows_of([index])) for index in (3, 4, 5)]
+    alone = [gradients([rows_of([index])], config)[0] for index in (3, 4, 5)]
     shares = [w * n / tokens.sum() for w, n in zip(weights, tokens, strict=True)]
     expected = [sum(s * g for s, g in zip(shares, parts, strict=True)) for parts in zip(*alone, strict=True)]
     assert difference(weighted, expected) <= 1e-6
-    assert difference(weighted, gradient(rows)) > 1e-3
+    assert difference(weighted, gradients([rows], config)[0]) > 1e-3
 
 
 def test_a_reward_is_compared_with_the_rows_own_baseline_where_there_is_one() -> None:
@@ -370,10 +360,8 @@ def test_rows_of_a_teacher_that_always_parts_their_texts_train_as_those_of_ids(d
         if segment is not None:
             parted = pack(np.full((count, PARTED_BYTES), bits, "u1"))
             rows = replace(rows, segment=pack(np.full(count, segment, "u1")), parted=parted)
-        engine = PlainEngine(student(2), 0.1)
-        loss = loss_of(config, TEACHERS, first_bytes=lambda: first_V)
-        metrics = train_step(engine, batch([rows]), loss, ALONE)
-        found.append((engine.gradients, metrics["reverse_kl"]))
+        step, metrics = stepped([rows], loss_of(config, TEACHERS, first_bytes=lambda: first_V))
+        found.append((step, metrics["reverse_kl"]))
         assert ("score_gap" in metrics) == (segment is not Segment.BEGINS)
     for gradients, reverse_kl in found[1:]:
         assert difference(found[0][0], gradients) < 1e-6

@@ -27,28 +27,18 @@ REWARD = np.array([0.0, 2.0, 0.5])
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def rows_of(reward: Any, lengths: Any, **more: Any) -> Rows:
-    nothing = pack(np.zeros(0, "i4"))
-    lens, ids = pack(np.array(lengths, "i4")), ["r"] * len(lengths)
-    rows = Rows(ids, nothing, nothing, lens, nothing, nothing, nothing, nothing)
-    arrays = {"reward": reward, **more}
-    return type(rows)(
-        **{
-            **{name: getattr(rows, name) for name in rows.__struct_fields__},
-            **{
-                name: pack(np.array(values, "u1" if name == "own" else "f4"))
-                for name, values in arrays.items()
-            },
-        }
-    )
+def rows_of(reward: Any, lengths: Any, own: list[int] | None = None, **more: Any) -> Rows:
+    nothing, lens = pack(np.zeros(0, "i4")), pack(np.array(lengths, "i4"))
+    arrays = {name: pack(np.array(values, "f4")) for name, values in {"reward": reward, **more}.items()}
+    if own is not None:
+        arrays["own"] = pack(np.array(own, "u1"))
+    return Rows(["r"] * len(lengths), nothing, nothing, lens, *[nothing] * 4, **arrays)
 
 
 def credited(rows: Rows, tokens: int, task: TaskReward) -> Tensor:
     """A·w of every token: what `advantages` gives, less the N that the loss is divided by later."""
     batch = TrainBatch(version=Version(0, 0), denominator=tokens, micro_batches=[rows])
-    found = advantages(rows, rewards_of(batch, ALONE), tokens, task)
-    assert found is not None
-    return found.double() / tokens
+    return advantages(rows, rewards_of(batch, ALONE), tokens, task).double() / tokens
 
 
 def gradient(token: Tensor, advantage: Tensor, chance: Tensor, task: TaskReward) -> Tensor:
@@ -131,8 +121,7 @@ def test_rewards_of_a_step_are_divided_by_its_deviation_and_equal_ones_teach_not
 
 
 def test_a_cap_below_the_clip_is_refused() -> None:
-    with pytest.raises(
-        ValidationError, match=r"rho_cap is 1\.2 and clip \[0\.2, 0\.3\]: the cap must lie above"
-    ):
+    why = r"rho_cap is 1\.2 and clip \[0\.2, 0\.3\]: the cap must lie above"
+    with pytest.raises(ValidationError, match=why):
         TaskReward(clip=(0.2, 0.3), rho_cap=1.2)
     assert Sampled(task={"clip": [0.2, 0.28]}).task == TaskReward(clip=(0.2, 0.28))

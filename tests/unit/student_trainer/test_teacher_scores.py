@@ -238,8 +238,7 @@ def test_two_replies_that_cannot_be_used_name_server_field_value_and_rule() -> N
     teacher = Teacher()
     given = batch(teacher, 2)
     teacher.kept.clear()
-    bad = scores(ScoreSequence.of("r0", ids([1]), ids([2, 3])))
-    bad = replace(bad, hidden=None)
+    bad = replace(scores(ScoreSequence.of("r0", ids([1]), ids([2, 3]))), hidden=None)
     teacher.answers = [wire.encode(ScoreReply(results=[bad]))] * 2
     with pytest.raises(DataError, match=f"teacher t at {THERE}: scores of r0: hidden is missing"):
         rank(teacher).filled(given)
@@ -257,14 +256,9 @@ def test_one_bad_reply_is_followed_by_another_try() -> None:
 def test_the_students_ids_come_with_their_scores_and_the_teachers_when_they_are_gone(gone: bool) -> None:
     teacher = Teacher()
     teacher.make = lambda *asked: replace(scores(*asked), hidden=None)
-    own = pack(np.array([[8, -1], [24, 32]], "i4"))
-    none = {"topk_ids": None, "topk_logprob": None}
-    whole = replace(
-        teacher.make(ScoreSequence.of("r0", ids([1]), ids([2, 3]))),
-        **none,
-        gather_ids=own,
-        gathered=pack(OWN),
-    )
+    gathered = {"gather_ids": pack(np.array([[8, -1], [24, 32]], "i4")), "gathered": pack(OWN)}
+    whole = teacher.make(ScoreSequence.of("r0", ids([1]), ids([2, 3])))
+    whole = replace(whole, topk_ids=None, topk_logprob=None, **gathered)
     given = batch(teacher, 2)
     (place,) = teacher.kept
     body = wire.frame(ScoreReply(results=[whole]))

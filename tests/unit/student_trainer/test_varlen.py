@@ -12,7 +12,7 @@ from torch import Tensor
 
 from student_trainer.config import LoRAConfig
 from student_trainer.engine import Student, check_rows, head_shape, with_adapters
-from student_trainer.varlen import IMPLEMENTATIONS, PackedRows, pack_rows, row_attention, window_of
+from student_trainer.varlen import IMPLEMENTATIONS, TOGETHER, PackedRows, pack_rows, row_attention, window_of
 from sync.base.errors import ConfigError
 
 LENGTHS = (9, 1, 4, 12, 2)
@@ -22,7 +22,7 @@ def student(network: Any, varlen: bool = True) -> Student:
     return Student(network, head_shape(network.config, VOCAB, 1.0), 8, varlen)
 
 
-def packed(family: str, attention: str) -> Any:
+def packed(family: str, attention: str = "sdpa") -> Any:
     network = model(family)
     pack_rows(network, attention)
     return network
@@ -83,17 +83,16 @@ def test_short_rows_of_bf16_on_a_cpu_have_the_gradients_of_fp32() -> None:
 
 
 def test_recomputed_activations_give_the_same_gradients() -> None:
-    _, gradients = loss_and_gradients(packed("Gemma3", "sdpa"), together=True)
-    network = packed("Gemma3", "sdpa")
+    _, gradients = loss_and_gradients(packed("Gemma3"), together=True)
+    network = packed("Gemma3")
     network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert network.is_gradient_checkpointing
     _, again = loss_and_gradients(network, together=True)
-    assert all(torch.equal(one, other) for one, other in zip(gradients, again, strict=True))
+    assert difference(gradients, again) == 0.0
 
 
 def test_adapters_hand_on_where_rows_begin() -> None:
-    wrapped = with_adapters(packed("Qwen3", "sdpa"), LoRAConfig(rank=2), 0)
-    pupil = Student(wrapped, head_shape(wrapped.config, VOCAB, 1.0), 8, varlen=True)
+    pupil = student(with_adapters(packed("Qwen3"), LoRAConfig(rank=2), 0))
     assert check_rows(pupil, pupil, CPU) <= 1e-5
 
 
@@ -114,27 +113,20 @@ def test_no_row_sees_another_and_a_window_counts_the_token_itself(window: int | 
         begin += length
 
 
-def test_rows_of_about_one_length_are_computed_together_and_long_ones_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """About Σ l² products and not (Σ l)²."""
-    from student_trainer import varlen
-
+def test_rows_of_about_one_length_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And long ones alone: about Σ l² products and not (Σ l)²."""
     sizes: list[tuple[int, int, int]] = []
 
     def counted(query: Tensor, key: Tensor, *rest: Any, **more: Any) -> Tensor:
         sizes.append((query.shape[0], query.shape[2], key.shape[2]))
         return torch.nn.functional.scaled_dot_product_attention(query, key, *rest, **more)
 
-    monkeypatch.setattr(varlen, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr("student_trainer.varlen.scaled_dot_product_attention", counted)
     loss_and_gradients(packed("Llama", "sdpa"), together=True)
     assert sizes == 2 * [(3, 4, 4), (2, 12, 12)], "1, 4 and 2 tokens; 9 and 12"
-    short = varlen.TOGETHER // 64
+    short = TOGETHER // 64
     assert PackedRows((8,) * (short + 1)).groups(CPU).sizes == [(short, 8), (1, 8)]
     assert PackedRows((300, 7, 301, 299)).groups(CPU).sizes == [(1, 7), (1, 300), (1, 301), (1, 299)]
-
-
-# --- refusals -----------------------------------------------------------------------------------------------
 
 
 def hybrid() -> Any:

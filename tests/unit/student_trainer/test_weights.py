@@ -44,24 +44,23 @@ class NoTokenizer:
         """Nothing to write."""
 
 
-def model(dtype: torch.dtype, tied: bool) -> Any:
+def model(dtype: torch.dtype = torch.float32, tied: bool = True) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    size: dict[str, Any] = {
-        "vocab_size": 12,
-        "hidden_size": 8,
-        "intermediate_size": 10,
-        "num_hidden_layers": 1,
-    }
+    size: Any = {"vocab_size": 12, "hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 1}
     config = LlamaConfig(**size, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied)
     return LlamaForCausalLM(config).to(dtype)
+
+
+def student(network: Any) -> Student:
+    return Student(network, HeadShape(11), 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_saved_folder_holds_what_is_published(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
-    weights = Weights(Student(model(dtype, tied), HeadShape(11), 8).model, ALONE)
+    weights = Weights(student(model(dtype, tied)).model, ALONE)
     weights.save_folder(tmp_path / "out", NoTokenizer())
     modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
     assert len(modes) == 1, "whoever may read the config may read the weights"
@@ -76,7 +75,7 @@ def test_a_folder_is_waited_for_whatever_part_of_it_finds_the_disk_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each library that writes a part has an error of its own for a full disk."""
-    weights = Weights(Student(model(torch.bfloat16, tied=True), HeadShape(11), 8).model, ALONE)
+    weights = Weights(student(model(torch.bfloat16)).model, ALONE)
     letters = Tokenizer(WordLevel({f"letter-{n}": n for n in range(500)}, unk_token="letter-0"))
     tokenizer, waits = PreTrainedTokenizerFast(tokenizer_object=letters), list[int]()
     weights.save_folder(tmp_path / "wanted", tokenizer)
@@ -114,10 +113,10 @@ def cut_in_three(student: Any, value: float) -> None:
 
 def test_the_padding_of_a_shard_is_not_in_the_checksum() -> None:
     """DeepSpeed never sets it: two starts may find other bits there."""
-    student = Student(model(torch.float32, tied=True), HeadShape(11), 8)
-    cut_in_three(student, 1.0)
-    weights = Weights(student.model, Ranks(2, 3, torch.device("cpu")))
-    before, shard = weights.checksum(), next(p for p in student.parameters() if p.numel() == 8).ds_tensor
+    pupil = student(model())
+    cut_in_three(pupil, 1.0)
+    weights = Weights(pupil.model, Ranks(2, 3, torch.device("cpu")))
+    before, shard = weights.checksum(), next(p for p in pupil.parameters() if p.numel() == 8).ds_tensor
     shard[2] = 5.0
     assert weights.checksum() == before
     shard[1] = 5.0
@@ -125,11 +124,11 @@ def test_the_padding_of_a_shard_is_not_in_the_checksum() -> None:
 
 
 def test_a_snapshot_does_not_follow_the_weights() -> None:
-    student = Student(model(torch.float32, tied=True), HeadShape(11), 8)
-    shards = Weights(student.model, ALONE).snapshot()
+    pupil = student(model())
+    shards = Weights(pupil.model, ALONE).snapshot()
     before = {name: shard.copy() for name, shard in shards.items()}
     with torch.no_grad():
-        for parameter in student.parameters():
+        for parameter in pupil.parameters():
             parameter.add_(1.0)
     assert all(np.array_equal(before[name], shards[name]) for name in shards)
 
@@ -143,9 +142,9 @@ def test_a_snapshot_of_a_device_shard_stays_on_the_device(dtype: torch.dtype, bi
 
 def test_ranks_share_a_tensor_without_gaps() -> None:
     """Slices as ZeRO-3 cuts them: shards of one length, padded at the end."""
-    student = Student(model(torch.float32, tied=True), HeadShape(11), 8)
-    cut_in_three(student, 0.0)
-    parts = [Weights(student.model, Ranks(rank, 3, torch.device("cpu"))).slices for rank in range(3)]
+    pupil = student(model())
+    cut_in_three(pupil, 0.0)
+    parts = [Weights(pupil.model, Ranks(rank, 3, torch.device("cpu"))).slices for rank in range(3)]
     for pieces in zip(*parts, strict=True):
         ends = [piece.start + piece.count for piece in pieces]
         assert [piece.start for piece in pieces] == [0, *ends[:-1]]
@@ -156,21 +155,18 @@ def test_ranks_share_a_tensor_without_gaps() -> None:
 def test_adapters_of_the_embeddings_and_of_the_output_layer_are_refused(name: str) -> None:
     adapters = LoRAConfig(rank=2, target_modules=["q_proj", name])
     with pytest.raises(ConfigError, match=rf"'q_proj', '{name}'\]: .*; leave their names out"):
-        with_adapters(model(torch.float32, tied=False), adapters, 0)
+        with_adapters(model(tied=False), adapters, 0)
 
 
 def test_adapters_alone_are_trained_and_published(tmp_path: Path) -> None:
-    wrapped = with_adapters(model(torch.bfloat16, tied=True), LoRAConfig(rank=2, alpha=4.0), 0)
-    student = Student(wrapped, HeadShape(11), 8)
-    assert check_head(student, student, torch.device("cpu")) < 0.1
-    weights = Weights(student.model, ALONE)
+    pupil = student(with_adapters(model(torch.bfloat16), LoRAConfig(rank=2, alpha=4.0), 0))
+    assert check_head(pupil, pupil, torch.device("cpu")) < 0.1
+    weights = Weights(pupil.model, ALONE)
     assert all("lora_" in part.name for part in weights.slices)
     weights.save_folder(tmp_path / "out", NoTokenizer())
     written = json.loads((tmp_path / "out/adapter_config.json").read_text())
-    assert json.loads(weights.adapter_config or "") == written | {
-        "inference_mode": False,
-        "target_modules": sorted(written["target_modules"]),
-    }
+    trained = {"inference_mode": False, "target_modules": sorted(written["target_modules"])}
+    assert json.loads(weights.adapter_config or "") == written | trained
     publisher = Publisher(MemoryStore(), RunIdentity("run", model=weights.fingerprint), weights.slices)
     report = publisher.anchor(Version(0, 0), None, tmp_path / "out", weights.snapshot(), "lora")
     assert report.kind == "lora"
@@ -233,7 +229,7 @@ def test_shards_of_fused_experts_are_the_bits_of_the_saved_folder(family: str, t
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_the_saved_folder_of_every_family_with_experts_is_what_transformers_saves(
+def test_the_saved_folder_of_a_family_with_experts_is_what_transformers_saves(
     family: str, tmp_path: Path
 ) -> None:
     """The correction of scores in a router too, which is no parameter."""
@@ -251,9 +247,8 @@ def partition(model: Any, world: int) -> None:
     """Shards as ZeRO-3 cuts them: of one length, padded at the end."""
     for parameter in model.parameters():
         length = -(-parameter.numel() // world)
-        flat = torch.nn.functional.pad(
-            parameter.detach().flatten(), (0, length * world - parameter.numel()), value=9.0
-        )
+        padding = (0, length * world - parameter.numel())
+        flat = torch.nn.functional.pad(parameter.detach().flatten(), padding, value=9.0)
         parameter.parts, parameter.ds_shape = flat.split(length), parameter.shape
 
 
@@ -267,19 +262,14 @@ def place(whole: np.ndarray, part: Slice, shard: np.ndarray) -> None:
 def test_a_checkpoint_tensor_that_is_no_flat_range_is_refused() -> None:
     from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
-    model = experts("Qwen3", intermediate_size=8)
-    model._weight_conversions = [
-        WeightConverter("mlp.turned_proj.weight", "mlp.up_proj.weight", [Transpose(0, 1)])
-    ]
-    with pytest.raises(ConfigError, match=r"turned_proj.weight is no flat range of .*up_proj"):
-        layout(model, shapes_of(model))
-    model._weight_conversions = [
-        WeightConverter(
-            ["mlp.left_proj.weight", "mlp.right_proj.weight"], "mlp.up_proj.weight", [Concatenate(dim=1)]
-        )
-    ]
-    with pytest.raises(ConfigError, match="no flat range"):
-        layout(model, shapes_of(model))
+    model, halves = experts("Qwen3", intermediate_size=8), ["mlp.left_proj.weight", "mlp.right_proj.weight"]
+    for source, how, why in (
+        ("mlp.turned_proj.weight", Transpose(0, 1), r"turned_proj.weight is no flat range of .*up_proj"),
+        (halves, Concatenate(dim=1), "no flat range"),
+    ):
+        model._weight_conversions = [WeightConverter(source, "mlp.up_proj.weight", [how])]
+        with pytest.raises(ConfigError, match=why):
+            layout(model, shapes_of(model))
 
 
 # --- the checksum: what it must tell apart, in host memory and, by block sums, on a GPU ---------------------
@@ -317,9 +307,7 @@ def unaltered(summed: Sum, dtype: torch.dtype) -> str:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("blocks", [1, 2, 256])
-def test_block_sums_are_their_definition(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, blocks: int
-) -> None:
+def test_block_sums_are_their_definition(monkeypatch: pytest.MonkeyPatch, dtype: Any, blocks: int) -> None:
     monkeypatch.setattr(module, "_BLOCKS_AT_ONCE", blocks)
     keys = module._keys(torch.device("cpu")).tolist()
     assert all(key % 2 for key in keys)
