@@ -113,13 +113,8 @@ class Scale(NamedTuple):
 
 
 LARGE: Final = (
-    "rollout.batch=64",
-    "rollout.max_tokens=48",
-    "rollout.request_size=16",
-    "rollout.max_in_flight=64",
-    "buffer.score_batch=32",
-    "teachers.sorter.dtype=bfloat16",
-    "trainer.lr=1e-4",
+    *("rollout.batch=64", "rollout.max_tokens=48", "rollout.request_size=16", "rollout.max_in_flight=64"),
+    *("buffer.score_batch=32", "teachers.sorter.dtype=bfloat16", "trainer.lr=1e-4"),
 )
 """A student of 14 M and a teacher of 25 M: on them the models, not the serving, take the time."""
 REAL: Final = ROOT / ".cache" / "real"
@@ -165,8 +160,6 @@ TARGET_KL: Final = 0.25
 """Nats per token, held out: every way gets there before the end."""
 EVERY: Final = 20
 """Steps between the versions that are evaluated."""
-
-
 LAYOUT: Final = ("trainer.ranks=1", "evaluation=false", "tracking.wandb=disabled")
 """Every way: one rank, as two would share two cores with the other roles."""
 OVERLAPPED: Final = (*LAYOUT, "buffer.max_staleness=2")

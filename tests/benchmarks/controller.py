@@ -234,9 +234,8 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
     )
     start = resume(folder, Start.of(config, parts.prompts), parts.store.connection)
     controller = Controller(config, parts, start, hooks)
-    trainer = MemoryTrainer(
-        controller.session, part.ranks, checkpoint_every=part.checkpoint_every, record=record
-    )
+    saves = part.checkpoint_every
+    trainer = MemoryTrainer(controller.session, part.ranks, checkpoint_every=saves, record=record)
     blocks, began = Blocks(), time.process_time()
     usage: list[Figures] = []
     with blocks.watched():

@@ -33,11 +33,8 @@ from tests.benchmarks.figures import (
 
 CPU: Final = "CPU"
 COMMON: Final = (
-    "trainer.ranks=1",
-    "evaluation.every=0",
-    "evaluation.prompts=256",
-    "tracking.wandb=disabled",
-    "tracking.samples_every=0",
+    *("trainer.ranks=1", "evaluation.every=0", "evaluation.prompts=256"),
+    *("tracking.wandb=disabled", "tracking.samples_every=0"),
 )
 ON_GPU: Final = ("trainer.deepspeed=configs/deepspeed/zero3_gpu.json", "trainer.attention=sdpa")
 PATHS: Final[dict[str, tuple[str, ...]]] = {

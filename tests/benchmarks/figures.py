@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 Figures = dict[str, Any]
 """What a trial measured, or a report: JSON values by name."""
 START_SECONDS: Final = 300.0
-
-
 Folder = Annotated[Path, typer.Option(help="Where runs and finished trials lie.", file_okay=False)]
 Seeds = Annotated[int, typer.Option(min=1, help="Trials of each kind; medians are taken.")]
 Steps = Annotated[int, typer.Option(min=8, help="Optimizer steps of a trial.")]

@@ -153,11 +153,8 @@ def codec_row(rate: float, old: np.ndarray, new: np.ndarray) -> Figures:
 def make(size: Size, folder: Path) -> tuple[Path, Path]:
     """Write a model and an adapter over all its linear layers; their folders."""
     model, adapter = folder / "model", folder / "adapter"
-    width = {
-        "hidden_size": size.hidden,
-        "intermediate_size": size.feed_forward,
-        "num_hidden_layers": size.layers,
-    }
+    width = {"hidden_size": size.hidden, "intermediate_size": size.feed_forward}
+    width["num_hidden_layers"] = size.layers
     heads = {"num_attention_heads": size.hidden // 32, "num_key_value_heads": size.hidden // 64}
     more = {"vocab_size": size.vocabulary, "max_position_embeddings": CONTEXT, "initializer_range": 0.02}
     random = language_model("Qwen3", **width, **heads, **more, tie_word_embeddings=True, eos_token_id=None)

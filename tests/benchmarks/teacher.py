@@ -128,12 +128,8 @@ def contenders(
     children: list[ChildSpec],
 ) -> tuple[dict[str, Turn], int]:
     """What takes turns, and how many positions each scores."""
-    urls, turns, rng = (
-        {child.name: str(child.url) for child in children},
-        dict[str, Turn](),
-        np.random.default_rng(0),
-    )
-    items: list[Item] = []
+    urls, rng = {child.name: str(child.url) for child in children}, np.random.default_rng(0)
+    turns, items = dict[str, Turn](), list[Item]()
     for engine in ("transformers", "vllm"):
         client = TeacherClient(engine, [urls[engine]])
         loop.run(stack.enter_async_context(client))
@@ -141,9 +137,8 @@ def contenders(
         k = min(TOPK, vocab)
         if not items:
             lengths = PROMPT_TOKENS + rng.integers(COMPLETION_TOKENS // 2, COMPLETION_TOKENS + 1, rollouts)
-            items = [
-                Item(rng.integers(0, vocab, length).astype(np.int32), PROMPT_TOKENS) for length in lengths
-            ]
+            ids = [rng.integers(0, vocab, length).astype(np.int32) for length in lengths]
+            items = [Item(ids_L, PROMPT_TOKENS) for ids_L in ids]
         turns |= {
             f"{engine} sampled": service(loop, client, items, wire.Want()),
             f"{engine} topk": service(loop, client, items, wire.Want(topk=k)),
@@ -228,9 +223,8 @@ def teacher(engine: str, model: str, dtype: str, folder: Path, ports: Ports) -> 
     """Our service, on either engine."""
     config = folder / f"{engine}.json"
     fields = {"path": model, "threads": 1, "dtype": dtype, "queue_tokens": QUEUE_TOKENS, "engine": engine}
-    config.write_text(
-        json.dumps(fields | {"engine_args": {"kv_cache_memory_bytes": KV_BYTES} if engine == "vllm" else {}})
-    )
+    fields["engine_args"] = {"kv_cache_memory_bytes": KV_BYTES} if engine == "vllm" else {}
+    config.write_text(json.dumps(fields))
     return server(engine, ports, "teacher_service", "--config", str(config), "--name", engine)
 
 

@@ -69,18 +69,6 @@ def line(
     return cluster.command(cluster.hosts[0], client)
 
 
-class Client:
-    """A client that runs beside the test."""
-
-    def __init__(self, cluster: RayHosts, log: Path, words: Sequence[str]) -> None:
-        self.log = log
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(words, env=cluster.environment, stdout=output, stderr=output)
-
-    def text(self) -> str:
-        return self.log.read_text()
-
-
 def until(condition: Callable[[], object], seconds: float, say: Callable[[], str] = str) -> float:
     """Seconds until it holds; fails after `seconds`."""
     began = time.monotonic()
@@ -95,9 +83,18 @@ def starts(path: Path) -> list[tuple[str, str]]:
     return re.findall(r"^role (\d+) index (\w+)$", path.read_text(), re.MULTILINE) if path.exists() else []
 
 
-def started(client: Client) -> None:
-    until(lambda: starts(client.log) or client.process.poll() is not None, 90, client.text)
-    assert client.process.poll() is None, client.text()
+class Client:
+    """The client of a role of which every process has started, beside the test."""
+
+    def __init__(self, cluster: RayHosts, folder: Path, *places: int) -> None:
+        self.log, words = folder / "log", line(cluster, [sys.executable, "-c", ROLE], *places)
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(words, env=cluster.environment, stdout=output, stderr=output)
+        until(lambda: len(starts(self.log)) == len(places) or self.process.poll() is not None, 90, self.text)
+        assert self.process.poll() is None, self.text()
+
+    def text(self) -> str:
+        return self.log.read_text()
 
 
 def role_processes(cluster: RayHosts, index: int) -> list[psutil.Process]:
@@ -109,17 +106,16 @@ def nothing_left(cluster: RayHosts) -> Callable[[], bool]:
     return lambda: not any(role_processes(cluster, index) for index in range(3))
 
 
+def listed(cluster: RayHosts, index: int, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The machines of the cluster, asked for on a host."""
+    words = [sys.executable, "-P", "-m", "distill.launch.ray_nodes", cluster.address]
+    line, env = cluster.command(cluster.hosts[index], words), cluster.environment | variables
+    return subprocess.run(line, env=env, capture_output=True, text=True, check=False)
+
+
 def test_the_machines_of_a_cluster_are_listed_this_one_first(cluster: RayHosts) -> None:
     for index in (0, 2):
-        words = [sys.executable, "-P", "-m", "distill.launch.ray_nodes", cluster.address]
-        done = subprocess.run(
-            cluster.command(cluster.hosts[index], words),
-            env=cluster.environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        found = json.loads(done.stdout)
+        found = json.loads(listed(cluster, index).stdout)
         assert found[0]["address"] == cluster.hosts[index].address
         assert sorted((one["name"], one["gpus"], one["cpus"]) for one in found) == [
             ("10.78.0.1", 0, 1),
@@ -130,21 +126,12 @@ def test_the_machines_of_a_cluster_are_listed_this_one_first(cluster: RayHosts) 
 
 def test_a_cluster_refuses_who_has_another_token(cluster: RayHosts, tmp_path: Path) -> None:
     (tmp_path / "other").write_text("another token\n")
-    words = [sys.executable, "-P", "-m", "distill.launch.ray_nodes", cluster.address]
-    done = subprocess.run(
-        cluster.command(cluster.hosts[1], words),
-        env=cluster.environment | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "other")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = listed(cluster, 1, RAY_AUTH_TOKEN_PATH=str(tmp_path / "other"))
     assert done.returncode == 2
     assert "Ray does not let this process in" in done.stderr
 
 
-def test_a_role_has_its_own_gpu_the_given_variables_and_its_exit_status(
-    cluster: RayHosts, tmp_path: Path
-) -> None:
+def test_a_role_has_its_own_gpu_the_given_variables_and_its_status(cluster: RayHosts, tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.write_text("")
     show = (
@@ -171,8 +158,7 @@ def test_a_role_has_its_own_gpu_the_given_variables_and_its_exit_status(
 
 
 def test_sigterm_reaches_the_role_whose_status_is_the_clients(cluster: RayHosts, tmp_path: Path) -> None:
-    client = Client(cluster, tmp_path / "log", line(cluster, [sys.executable, "-c", ROLE], 1))
-    started(client)
+    client = Client(cluster, tmp_path, 1)
     client.process.terminate()
     assert client.process.wait(60) == 0
     assert client.text().endswith("asked to leave\n")
@@ -180,8 +166,7 @@ def test_sigterm_reaches_the_role_whose_status_is_the_clients(cluster: RayHosts,
 
 
 def test_a_killed_client_takes_its_role_with_it(cluster: RayHosts, tmp_path: Path) -> None:
-    client = Client(cluster, tmp_path / "log", line(cluster, [sys.executable, "-c", ROLE], 1))
-    started(client)
+    client = Client(cluster, tmp_path, 1)
     client.process.kill()
     seconds = until(nothing_left(cluster), 60)
     log.info("client SIGKILL: all gone after %.2f s", seconds)
@@ -189,8 +174,7 @@ def test_a_killed_client_takes_its_role_with_it(cluster: RayHosts, tmp_path: Pat
 
 
 def test_several_machines_end_together(cluster: RayHosts, tmp_path: Path) -> None:
-    client = Client(cluster, tmp_path / "log", line(cluster, [sys.executable, "-c", ROLE], 1, 2))
-    until(lambda: len(starts(client.log)) == 2, 90, client.text)
+    client = Client(cluster, tmp_path, 1, 2)
     roles = {index: pid for pid, index in starts(client.log)}
     assert set(roles) == {"0", "1"}
     os.kill(int(roles["1"]), signal.SIGKILL)
@@ -209,11 +193,7 @@ class Supervised:
         self.supervisor = Supervisor([spec], folder, restarts=5, first_pause=0.1, start_seconds=120)
 
     async def until(self, condition: Callable[[], object], seconds: float) -> float:
-        began = time.monotonic()
-        while not condition():
-            assert time.monotonic() - began < seconds, self.log.read_text()
-            await asyncio.sleep(0.05)
-        return time.monotonic() - began
+        return await asyncio.to_thread(until, condition, seconds, self.log.read_text)
 
     async def __aenter__(self) -> Supervised:
         await self.supervisor.start()
@@ -273,9 +253,6 @@ async def test_a_role_moves_from_a_machine_that_is_cut_off_and_leaves_it(
     until(nothing_left(cluster), 60)
     until(lambda: not cluster.hosts[1].processes(), 60)
     cluster.start(1)
-
-
-# --- a head of its own
 
 
 def listening(others: list[psutil.Process]) -> set[str]:

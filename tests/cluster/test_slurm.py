@@ -71,16 +71,21 @@ def in_a_job(cluster: LocalSlurm, tmp_path: Path) -> Callable[[str], dict]:
     return run
 
 
+def called(cluster: LocalSlurm, *words: str) -> str:
+    """What a command says that submits a job of ours."""
+    env = cluster.environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(words, env=env, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+
+
 def submitted(cluster: LocalSlurm, script: Path, *options: str) -> str:
-    environment = cluster.environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["sbatch", "--parsable", *options, str(script)],
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return done.stdout.strip()
+    return called(cluster, "sbatch", "--parsable", *options, str(script)).strip()
+
+
+def rival(cluster: LocalSlurm, folder: Path, nodes: int) -> None:
+    """A short job that takes so many machines from those of the spare partition."""
+    script = folder / "rival.sh"
+    script.write_text("#!/bin/bash\nsleep 3\n")
+    submitted(cluster, script, f"--nodes={nodes}", f"--cpus-per-task={CPUS}", "--output=/dev/null")
 
 
 def wait(condition: Callable[[], object], seconds: float, cluster: LocalSlurm, job: str) -> float:
@@ -90,9 +95,6 @@ def wait(condition: Callable[[], object], seconds: float, cluster: LocalSlurm, j
         assert time.monotonic() - began < seconds, cluster.call("scontrol", "show", "job", job)
         time.sleep(0.2)
     return time.monotonic() - began
-
-
-# --- steps --------------------------------------------------------------------------------------------------
 
 
 def test_processes_are_where_they_were_placed_and_share_no_gpu(in_a_job) -> None:
@@ -200,8 +202,6 @@ told.write_text(json.dumps({"statuses": statuses, "seconds": seconds}))
     assert max(told["seconds"]) < 300, "by itself the other one ends after 600 s"
 
 
-# --- jobs ---------------------------------------------------------------------------------------------------
-
 STAND_IN = """
 import signal, sys, time
 from distill.launch.slurm import job
@@ -251,9 +251,7 @@ def test_a_preempted_job_stops_in_order_comes_back_and_goes_on(cluster: LocalSlu
     script, noted = stand_in(cluster, tmp_path, nodes=NODES)
     job = submitted(cluster, script, "--partition=spare")
     wait(lambda: noted("started run"), 300, cluster, job)
-    rival = tmp_path / "rival.sh"
-    rival.write_text("#!/bin/bash\nsleep 3\n")
-    submitted(cluster, rival, f"--nodes={NODES}", f"--cpus-per-task={CPUS}", "--output=/dev/null")
+    rival(cluster, tmp_path, NODES)
     wait(lambda: noted("stopped run"), 300, cluster, job)
     seconds = wait(lambda: noted("started run") == 2, 120, cluster, job)
     sys.stdout.write(f"back {seconds:.1f} s after the end, of which Slurm keeps it {REQUEUE_SECONDS} s\n")
@@ -267,9 +265,7 @@ def test_replicas_come_and_go_and_end_with_the_run(cluster: LocalSlurm, tmp_path
     script, noted = stand_in(cluster, tmp_path, nodes=1, replica_partition="spare")
     job = submitted(cluster, script)
     wait(lambda: noted("started student") == 2, 300, cluster, job)
-    rival = tmp_path / "rival.sh"
-    rival.write_text("#!/bin/bash\nsleep 3\n")
-    submitted(cluster, rival, f"--nodes={NODES - 1}", f"--cpus-per-task={CPUS}", "--output=/dev/null")
+    rival(cluster, tmp_path, NODES - 1)
     wait(lambda: noted("stopped student") >= 1, 300, cluster, job)
     stopped = noted("stopped student")
     wait(lambda: noted("started student") == 2 + stopped, 120, cluster, job)
@@ -280,9 +276,6 @@ def test_replicas_come_and_go_and_end_with_the_run(cluster: LocalSlurm, tmp_path
     assert cluster.state(job) == "FAILED"
 
 
-# --- a run --------------------------------------------------------------------------------------------------
-
-
 def test_a_run_that_is_warned_in_the_middle_is_requeued_and_completes(
     cluster: LocalSlurm, tmp_path: Path
 ) -> None:
@@ -291,10 +284,8 @@ def test_a_run_that_is_warned_in_the_middle_is_requeued_and_completes(
     over = ["trainer.nodes=2", "trainer.ranks=1"]
     over += [f'cluster={{type="slurm", nodes={NODES}, cpus_per_node={CPUS}, time="1:00:00"}}']
     _, _, _, _, *words = command(tmp_path, steps, *over)
-    line = [sys.executable, "-m", "distill.cli.main", "slurm", *words, "--submit"]
-    environment = cluster.environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(line, env=environment, check=True, capture_output=True, text=True, cwd=ROOT)
-    job = next(text.split()[1] for text in done.stdout.splitlines() if text.startswith("job "))
+    said = called(cluster, sys.executable, "-m", "distill.cli.main", "slurm", *words, "--submit")
+    job = next(text.split()[1] for text in said.splitlines() if text.startswith("job "))
     run_dir = tmp_path / NAME
 
     def made() -> int:
