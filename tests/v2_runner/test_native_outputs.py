@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: make v2-runner"),
 ]
 EXPERTS, CHOSEN = 16, 4
+Arrays = dict[str, np.ndarray]
 ROUNDING = 1e-4
 """Nats between vLLM and transformers in fp32; seen: 1.2e-6."""
 
@@ -43,7 +44,7 @@ def model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def outputs(script: Any, *words: Path) -> dict[str, np.ndarray]:
+def outputs(script: Any, *words: Path) -> Arrays:
     """What a script of tests/support writes to the last of these paths."""
     line = [sys.executable, script.__file__, *map(str, words)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=550, check=False)
@@ -52,13 +53,13 @@ def outputs(script: Any, *words: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def recorded(folder: Path) -> dict[str, np.ndarray]:
+def recorded(folder: Path) -> Arrays:
     """By our record, on the first model runner."""
     return outputs(route_recorder, folder, folder, folder.parent / "recorded.npz")
 
 
 @pytest.fixture(scope="module")
-def native(folder: Path, recorded: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def native(folder: Path, recorded: Arrays) -> Arrays:
     return outputs(native_outputs, folder, folder.parent / "recorded.npz", folder.parent / "native.npz")
 
 
@@ -70,7 +71,7 @@ def logp_TV(model: Any, tokens: np.ndarray, prompt: int, temperature: float = 1.
 
 
 def test_native_routes_are_those_of_our_record_on_the_first_runner_and_of_transformers(
-    native: dict[str, np.ndarray], recorded: dict[str, np.ndarray], model: Any
+    native: Arrays, recorded: Arrays, model: Any
 ) -> None:
     """The second runner reads, in parts, what the first one generated."""
     for index in range(SEQUENCES):
@@ -83,7 +84,7 @@ def test_native_routes_are_those_of_our_record_on_the_first_runner_and_of_transf
 
 
 def test_native_routes_of_a_cached_prefix_are_those_of_the_pass_that_filled_it(
-    native: dict[str, np.ndarray],
+    native: Arrays,
 ) -> None:
     assert native["again/cached"] > 0
     np.testing.assert_array_equal(
@@ -91,7 +92,7 @@ def test_native_routes_of_a_cached_prefix_are_those_of_the_pass_that_filled_it(
     )
 
 
-def test_native_routes_survive_preemption(native: dict[str, np.ndarray], model: Any) -> None:
+def test_native_routes_survive_preemption(native: Arrays, model: Any) -> None:
     assert native["preempted"] > 0
     for index in range(SEQUENCES):
         tokens, routes = native[f"own-{index}/tokens"], native[f"own-{index}/native_routes"]
@@ -101,7 +102,7 @@ def test_native_routes_survive_preemption(native: dict[str, np.ndarray], model: 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_the_kept_ids_with_a_finite_log_probability_are_the_native_sampling_mask(
-    native: dict[str, np.ndarray], model: Any, cut: str
+    native: Arrays, model: Any, cut: str
 ) -> None:
     sizes: set[int] = set()
     for index in range(3):
@@ -125,9 +126,7 @@ def test_the_kept_ids_with_a_finite_log_probability_are_the_native_sampling_mask
     assert sizes == {7} if cut == "top_k" else len(sizes) > 2
 
 
-def test_gathered_prompt_log_probabilities_are_those_of_transformers(
-    native: dict[str, np.ndarray], model: Any
-) -> None:
+def test_gathered_prompt_log_probabilities_are_those_of_transformers(native: Arrays, model: Any) -> None:
     tokens, ids = native["gathered/tokens"], torch.from_numpy(native["gathered/ids"])
     expected = logp_TV(model, tokens, FIRST_GATHERED + 1).gather(1, ids)
     torch.testing.assert_close(torch.from_numpy(native["gathered/logp"]), expected, rtol=0, atol=ROUNDING)

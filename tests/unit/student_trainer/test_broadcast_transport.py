@@ -185,8 +185,6 @@ def test_a_version_that_the_store_did_not_take_goes_there_when_broadcast_again(s
 
 # --- a stop while the controller is gone -------------------------------------------------------------------
 
-PUBLISHED = Published(version=Version(0, 3), kind="broadcast", bytes=1, full_bytes=1, seconds=0.0)
-
 
 @pytest.fixture(params=["refuses", "is silent"])
 def gone(request: pytest.FixtureRequest) -> Iterator[str]:
@@ -211,8 +209,9 @@ def stopped(gone: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ControllerCl
 
 
 def test_after_a_stop_the_receivers_are_not_waited_for(stopped: ControllerClient) -> None:
+    published = Published(version=VERSION, kind="broadcast", bytes=1, full_bytes=1, seconds=0.0)
     with pytest.raises(Unreachable, match=r"of the stop signal the receivers of L000-v00000003"):
-        stopped.audience(PUBLISHED)
+        stopped.audience(published)
 
 
 def test_a_stop_ends_a_broadcast_under_way(

@@ -27,28 +27,23 @@ def weights(step: int) -> np.ndarray:
     return np.arange(512, dtype="f4") * np.float32(0.01) + np.float32(step)
 
 
-def publish(store: MemoryStore, folder: Path, anchors: set[int], steps: int) -> None:
-    """Versions 0 … steps - 1 of one tensor; version i was created at the Unix time i days."""
-    publisher = publisher_of(store, {"w": weights(0)})
-    for step in range(steps):
-        version, values = v(step), {"w": weights(step)}
-        if step in anchors:
-            publisher.anchor(version, None, saved(folder, values), bits_of(values))
-        else:
-            publisher.delta(version, bits_of(values))
-        aged = msgspec.structs.replace(read_manifest(store, RUN, version), created=step * DAY)
-        store.replace(manifest_key(RUN, version), dump(aged))
-
-
 def steps(found: list[Version]) -> list[int]:
     return [version.step for version in found]
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> MemoryStore:
-    """Nine versions; 0, 3 and 6 are anchors."""
+    """Nine versions of one tensor; 0, 3 and 6 are anchors; version i was created at the Unix time i days."""
     store = MemoryStore()
-    publish(store, tmp_path / "saved", {0, 3, 6}, 9)
+    publisher = publisher_of(store, {"w": weights(0)})
+    for step in range(9):
+        version, values = v(step), {"w": weights(step)}
+        if step % 3 == 0:
+            publisher.anchor(version, None, saved(tmp_path / "saved", values), bits_of(values))
+        else:
+            publisher.delta(version, bits_of(values))
+        aged = msgspec.structs.replace(read_manifest(store, RUN, version), created=step * DAY)
+        store.replace(manifest_key(RUN, version), dump(aged))
     return store
 
 

@@ -9,7 +9,6 @@ import httpx
 import pytest
 from ports import answering
 from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
@@ -23,19 +22,12 @@ OLD, NEW = RunIdentity("toy", "aa", "m1"), RunIdentity("toy", "bb", "m1")
 BODY = EvalRequest(version=Version(0, 1))
 
 
-async def ok(_: Request) -> Response:
-    return reply(Ok())
-
-
-async def frames(_: Request) -> Response:
-    return StreamingResponse(iter([frame(Ok())]))
-
-
 def server(claim: Claim | None, model: str | None = None) -> AbstractContextManager[str]:
     """URL of one whose /use claims it, and /look does not."""
-    routes = [Route(path, ok, methods=["GET", "POST"]) for path in ("/use", "/look", "/health")]
-    app = Starlette(routes=[*routes, Route("/stream", frames, methods=["POST"])])
-    return answering(RunGuard(app, claim, ("/use", "/stream"), model))
+    both, paths = ["GET", "POST"], ("/use", "/look", "/health")
+    routes = [Route(path, lambda _: reply(Ok()), methods=both) for path in paths]
+    routes.append(Route("/stream", lambda _: StreamingResponse(iter([frame(Ok())])), methods=["POST"]))
+    return answering(RunGuard(Starlette(routes=routes), claim, ("/use", "/stream"), model))
 
 
 async def ask(url: str, run: RunIdentity | None, path: str = "/use") -> Ok:
