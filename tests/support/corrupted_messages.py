@@ -22,17 +22,7 @@ from distill.rollout.replica_client import Answer
 from distill.trainer_api.session import Event, TrainerSession
 from sync import wire
 from sync.base.errors import DistillError
-from sync.wire import (
-    Array,
-    EvalReply,
-    EvalRequest,
-    Ok,
-    ReplicaState,
-    ScoreRefused,
-    ScoreReply,
-    Version,
-    encode,
-)
+from sync.wire import Array, EvalReply, Ok, ReplicaState, ScoreRefused, ScoreReply, Version, encode
 from teacher_service.client import Reply
 
 M = TypeVar("M", bound=wire.Message)
@@ -193,7 +183,7 @@ class SpoiledEvaluator(MemoryEvaluator):
 
     spoiler: Spoiler
 
-    async def evaluate(self, request: EvalRequest) -> EvalReply:
+    async def evaluate(self, request: wire.EvalRequest) -> EvalReply:
         return self.spoiler.over_the_wire(await super().evaluate(request), EvalReply)
 
 

@@ -45,6 +45,7 @@ torch.set_num_threads(1)
 
 ROWS, EOS = 32, 1
 """Rows of the models; the tokenizer has fewer ids, the rest are padding."""
+MADE: list[Controller] = []
 KNOWN = len(letter_tokenizer().get_vocab())
 
 
@@ -180,15 +181,19 @@ def evaluation(
         context=context,
     )
     controller = controlled(config, parts)
+    MADE.append(controller)
     controller.pool.poll_seconds = controller.pool.retry_seconds = 0.02
     controller.dispatcher.paused.add("end")
     return controller
 
 
-async def close(controller: Controller) -> None:
-    assert controller.evaluations is not None
-    await controller.evaluations.generation.close()
-    controller.close()
+async def close() -> None:
+    """All that were made, with their workers."""
+    while MADE:
+        controller = MADE.pop()
+        assert controller.evaluations is not None
+        await controller.evaluations.generation.close()
+        controller.close()
 
 
 @asynccontextmanager

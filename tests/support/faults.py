@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from distill.aio import cancel
 from distill.config import RunConfig
 from distill.config.loading import load
 from distill.launch import cluster, roles, run
@@ -135,9 +136,7 @@ class Relay:
                 asyncio.create_task(self._pass(number, upstream, writer, answers=True)),
             ]
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            await cancel(ways)
         self._open -= ends
         for end in ends:
             end.close()

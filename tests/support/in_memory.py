@@ -344,6 +344,11 @@ HELD_OUT_SET: Final = PromptSet(
 )
 
 
+def rows_in(shares: Sequence[TrainBatch]) -> list[wire.Rows]:
+    """The micro-batches of all ranks."""
+    return [rows for share in shares for rows in share.micro_batches]
+
+
 @dataclass
 class MemoryTrainer:
     """All ranks in one task; "trains" by remembering what it was given.
@@ -376,9 +381,23 @@ class MemoryTrainer:
         """Lineage → step after → ids trained, of all ranks."""
         lines: dict[int, dict[int, list[str]]] = {w.version.lineage: {} for w in self.welcomes}
         for version, shares in self.batches.items():
-            ids = [i for share in shares for rows in share.micro_batches for i in rows.ids]
-            lines[version.lineage][version.step + 1] = ids
+            lines[version.lineage][version.step + 1] = [id for rows in rows_in(shares) for id in rows.ids]
         return lines
+
+    @property
+    def trained(self) -> list[str]:
+        """Ids of all lineages, in order."""
+        return [id for steps in self.ledger.values() for ids in steps.values() for id in ids]
+
+    @property
+    def rows(self) -> list[wire.Rows]:
+        """Every micro-batch of every rank."""
+        return [rows for shares in self.batches.values() for rows in rows_in(shares)]
+
+    async def reached(self, steps: int) -> None:
+        """Wait until it has made so many."""
+        while len(self.batches) < steps:
+            await self.stepped.wait()
 
     async def run(self) -> Stop:
         """From hello to the last message. Cancel it to kill it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from in_memory import MemoryPrompts
 from started import begun
 
 from distill.buffer import Bound, Rules
-from distill.prompts.stream import PromptStream
+from distill.prompts.stream import PromptStream, group_of
 from distill.record import changes
 from distill.record.changes import Checkpointed, Evaluated, HandedOut, RolledBack, Stepped, VersionApplied
 from distill.record.load import load
@@ -76,7 +77,8 @@ class History:
         self.applied = Version(0, 0)
         self.trainer: Version | None = None
         self.saved: list[Version] = []
-        self.trained: dict[Version, list[str]] = {}
+        self.ledger: dict[int, dict[int, list[str]]] = {}
+        """What the trainer knows: lineage → step after → ids."""
         self.restarts = 0
 
     @property
@@ -105,13 +107,17 @@ class History:
     async def admit(self) -> None:
         pending = list(self.state.pending.values())
         some = self.rng.sample(pending, min(len(pending), self.rng.randint(0, 4)))
-        done = [scored(rollout, self.applied, kept=self.rng.random() < 0.3) for rollout in some]
+        done = [scored(rollout, *self.versions(), kept=self.rng.random() < 0.3) for rollout in some]
         if done and self.rules.group == 1 and self.rng.random() < 0.1:
             more = scored(some[0], self.applied, self.applied, name=f"{some[0].id}+1")
             episode = msgspec.structs.replace(scored(some[0], *[self.applied] * 5), own=((0, 2), (4, 5)))
             done = [*([more, episode] if self.rng.random() < 0.5 else [episode, more]), *done[1:]]
         for rollout in done:
             self.record.admit(rollout)
+
+    def versions(self) -> tuple[Version, ...]:
+        """Of a completion's tokens."""
+        return (self.applied,)
 
     async def hello(self) -> None:
         kept = [version for version in self.saved[-self.keep :] if self.state.passed(version)]
@@ -121,6 +127,7 @@ class History:
             checkpoint = self.rng.choice(kept)
         opening = await self.record.open_lineage(checkpoint, "model", back.without if back else None)
         self.trainer = Version(opening.lineage, opening.start)
+        self.ledger[opening.lineage] = {}
 
     async def step(self) -> None:
         if self.trainer is None:
@@ -130,10 +137,13 @@ class History:
             return
         rollouts = self.record.rollouts(batch)
         assert [rollout.id for rollout in rollouts] == batch.ids
+        assert batch.is_part or len(rollouts) == self.rules.batch
+        groups = Counter(group_of(id) for id in batch.ids)
+        assert self.rules.group == 1 or {*groups.values()} == {self.rules.group}
         assert all(rollout.tokens.data for rollout in rollouts)
         self.record.write(HandedOut(self.trainer))
         self.trainer = Version(self.trainer.lineage, self.trainer.step + 1)
-        self.trained[self.trainer] = batch.ids
+        self.ledger[self.trainer.lineage][self.trainer.step] = batch.ids
         self.record.write(Stepped(self.trainer))
         kind = "delta" if self.rng.random() < 0.8 else "broadcast"
         self.record.write(changes.VersionPublished(self.trainer, kind, 1, 2, 0.1))
@@ -158,16 +168,19 @@ class History:
         await self.record.store.commit()
         committed = seen(self.state)
         if self.rng.random() < 0.7:
-            await self.rng.choice(
-                [self.issue, self.admit, self.requeue, self.drop]
-            )()  # and is never committed
+            lost = self.rng.choice([self.issue, self.admit, self.requeue, self.drop])
+            await lost()  # and is never committed
             self.record.store._items.clear()
         self.record.store.close()
+        self.tear()
         self.trainer, self.restarts = None, self.restarts + 1
         found = load(opening := open_read_only(self.folder / "run.db"), self.rules, self.record.store.read)
         opening.close()
         assert not differences(committed, seen(found))
         self.record = opened(self.folder, self.rules)
+
+    def tear(self) -> None:
+        """What else a kill leaves."""
 
     async def requeue(self) -> None:
         for rollout in list(self.state.pending.values())[:2]:
@@ -192,11 +205,11 @@ class History:
             return
         kept = self.state.kept(self.keep)
         to = kept[-1] if kept else None
-        bad = [
-            batch
-            for batch in self.state.batches.values()
-            if batch.trained and batch.version.step >= (to.step if to else 0)
-        ]
+        trained, begin = (
+            [batch for batch in self.state.batches.values() if batch.trained],
+            to.step if to else 0,
+        )
+        bad = [batch for batch in trained if batch.version.step >= begin]
         self.record.write(RolledBack(to, [id for batch in bad for id in batch.ids], "worse"))
         self.trainer = None
 

@@ -7,6 +7,16 @@ from typing import Any
 
 from distill.config import RunConfig
 
+LEAST: dict[str, Any] = {
+    "run": {"name": "x", "steps": 3},
+    "student": {"path": "s"},
+    "teachers": {"t": {"path": "t"}},
+    "prompts": {"type": "task", "task": "sort_letters"},
+    "rollout": {"max_tokens": 12},
+    "trainer": {"deepspeed": "x.json"},
+}
+"""What has no default, as a file would say it."""
+
 
 def make_config(**sections: Any) -> RunConfig:
     """Sections given as keywords are laid over a small run's, or replace one of another type."""

@@ -1,7 +1,13 @@
-"""A record and a controller that go on from what is in their store's folder."""
+"""A record and a controller that go on from what is in their store's folder, and whole runs in memory."""
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
+from in_memory import MemoryTrainer
+
+from distill.aio import cancel
 from distill.buffer import Rules
 from distill.config import RunConfig
 from distill.controller import Controller
@@ -22,3 +28,25 @@ def controlled(
     start = Start.of(config, parts.prompts)
     goes_on = resume(parts.store.folder, start, parts.store.connection)
     return Controller(config, parts, goes_on, hooks, token)
+
+
+async def to_the_end(run: Controller, trainer: MemoryTrainer) -> dict[str, Any]:
+    """The summary of a whole run; the first error of either side is raised."""
+    tasks = [asyncio.create_task(run.run()), asyncio.create_task(trainer.run())]
+    try:
+        async with asyncio.timeout(10_000):
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            summary: Any = tasks[0].result()
+            return dict(summary)
+    finally:
+        await cancel(tasks)
+
+
+async def killed_after(steps: int, run: Controller, trainer: MemoryTrainer) -> None:
+    """Both are killed once the trainer has made so many."""
+    tasks = [asyncio.create_task(run.run()), asyncio.create_task(trainer.run())]
+    async with asyncio.timeout(600):
+        await trainer.reached(steps)
+    await cancel(tasks)

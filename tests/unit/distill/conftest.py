@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ def config() -> Callable[..., RunConfig]:
 
 
 @pytest.fixture
-def controller(tmp_path: Path) -> Callable[..., Controller]:
+def controller(tmp_path: Path) -> Iterator[Callable[..., Controller]]:
     """Builds a Controller over in-memory parts and the record in tmp_path (again: resumes)."""
+    made: list[Controller] = []
 
     def build(
         config: RunConfig | None = None, hooks: Hooks | None = None, token: str | None = None, **parts: Any
@@ -44,6 +45,18 @@ def controller(tmp_path: Path) -> Callable[..., Controller]:
             "want": Want(entropy=True),
             "sets": {"held_out": HELD_OUT_SET},
         }
-        return controlled(config, Components(**{**given, **parts}), hooks or Hooks(), token)
+        made.append(controlled(config, Components(**{**given, **parts}), hooks or Hooks(), token))
+        return made[-1]
 
-    return build
+    yield build
+    for run in made:
+        run.close()
+
+
+@pytest.fixture
+async def ends_workers() -> AsyncIterator[None]:
+    """Those of controllers that `evaluated_models` made."""
+    yield
+    from evaluated_models import close
+
+    await close()
