@@ -11,10 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from command import left
 from rich.console import Console
 from small_config import make_config
+from waiting import until
 
-from distill.cli.main import main, role_lines
+from distill.cli.main import role_lines
 from distill.cli.options import working
 from distill.launch.supervise import last_lines
 from distill.metrics import console as module
@@ -123,13 +125,6 @@ def test_a_sparkline_goes_from_the_least_to_the_greatest_value() -> None:
     assert sparkline([]) == sparkline([1, 2], "") == ""
 
 
-def until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 class Terminal(io.StringIO):
     """stderr of a terminal."""
 
@@ -231,9 +226,8 @@ def test_lines_for_people_hold_the_figures() -> None:
     assert step_line(more, None) == "trained 91%  dropped 5 straggler, 3 too_old"
     learnt = {"train/reward_mean": 0.25, "train/lr": 3e-6}
     assert step_line(learnt, None) == "reward 0.250  learning rate 3e-06"
-    assert (
-        evaluation_line(60, {"eval/reverse_kl": 0.5}) == "step 60, held out: reverse KL 0.500 nats per token"
-    )
+    shown = evaluation_line(60, {"eval/reverse_kl": 0.5})
+    assert shown == "step 60, held out: reverse KL 0.500 nats per token"
     assert evaluation_line(60, {"eval/reverse_kl": 0.5, "eval/pass_rate": 0.8}).endswith(", pass rate 80.0%")
     by_source = {"eval/source/maths/reverse_kl": 0.2, "eval/source/code/reverse_kl": 0.7}
     more = {"eval/reverse_kl": 0.5, **by_source, "eval/pass_rate": 0.5, "eval/reward": 0.25}
@@ -245,9 +239,7 @@ def test_lines_for_people_hold_the_figures() -> None:
 # --- `distill logs`: the last lines of every role's log, then those that follow
 
 
-def test_lines_of_all_roles_or_of_one_stand_behind_the_roles_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_of_all_roles_or_of_one_stand_behind_the_roles_name(tmp_path, capsys) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
     (folder / "trainer.log").write_text("one\ntwo\nthree\n")
@@ -256,11 +248,9 @@ def test_lines_of_all_roles_or_of_one_stand_behind_the_roles_name(
         ([], ["student-0    up", "trainer      two", "trainer      three"]),
         (["trainer"], ["trainer      two", "trainer      three"]),
     ):
-        with pytest.raises(SystemExit, match="0"):
-            main(["logs", str(tmp_path), *words, "-n", "2"])
+        assert left("logs", str(tmp_path), *words, "-n", "2") == 0
         assert capsys.readouterr().out.splitlines() == expected
-    with pytest.raises(SystemExit, match="2"):
-        main(["logs", str(tmp_path), "teacher"])
+    assert left("logs", str(tmp_path), "teacher") == 2
     said = " ".join(capsys.readouterr().err.split())
     assert said.endswith("logs holds no log of teacher: roles with a log are student-0, trainer")
 

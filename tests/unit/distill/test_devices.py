@@ -27,6 +27,12 @@ PARAMETERS = (
 )
 
 
+SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "head_dim": 16,
+    "num_key_value_heads": KV_HEADS, "vocab_size": VOCABULARY, "dtype": "bfloat16",
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny(tmp_path_factory.mktemp("model"))
@@ -36,17 +42,7 @@ def tiny(folder: Path, **more: Any) -> str:
     """A folder with the config of a tiny Qwen3, in bfloat16; `more` is written over it."""
     from transformers import Qwen3Config
 
-    sizes = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
-    config = Qwen3Config(
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        head_dim=16,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-        **sizes,
-    )
-    config.save_pretrained(folder)
+    Qwen3Config(intermediate_size=INNER, tie_word_embeddings=True, **SIZES).save_pretrained(folder)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | more))
     return str(folder)
@@ -81,16 +77,12 @@ def test_what_is_in_the_memory_of_each_process(model: str) -> None:
     engine_args = {"max_model_len": 100, "gpu_memory_utilization": 0.5}
     trainer = {"head_chunk": 8, "micro_batch_tokens": 1000, "activation_checkpointing": True}
     teacher = {"path": model, "devices": ["1"], "batch_tokens": 1000, "head_chunk": 8}
-    found = terms(
-        apart(model, student={"engine_args": engine_args}, teachers={"t": teacher}, trainer=trainer)
-    )
+    student = {"engine_args": engine_args}
+    found = terms(apart(model, student=student, teachers={"t": teacher}, trainer=trainer))
     kv = 2 * LAYERS * KV_HEADS * 16 * 2  # keys and values, 16 bits
     work = float(devices.WORKSPACE)
-    assert found["student-0"] == {
-        "weights": 2 * PARAMETERS,
-        "KV cache of 100 tokens": 100 * kv,
-        "work space": work,
-    }
+    cache = {"KV cache of 100 tokens": 100 * kv}
+    assert found["student-0"] == {"weights": 2 * PARAMETERS, "work space": work, **cache}
     assert found["teacher-t"] == {
         "weights": 2 * PARAMETERS,
         "pass of 1,000 tokens": 2 * 1000 * (6 * WIDTH + 3 * INNER),
@@ -113,20 +105,12 @@ def test_what_is_in_the_memory_of_each_process(model: str) -> None:
         ({"quant_method": "fp8"}, 8),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {"group_0": {"weights": {"num_bits": 8}}},
-            },
-            8,
-        ),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 8}}}}, 8),
         ({"quant_method": "own"}, 16),
     ],
     ids=lambda given: given["quant_method"] if isinstance(given, dict) else "",
 )
-def test_a_quantized_teacher_takes_the_bits_of_its_config(
-    tmp_path: Path, given: dict[str, Any], bits: int
-) -> None:
+def test_a_quantized_teacher_takes_the_bits_of_its_config(tmp_path, given: dict[str, Any], bits: int) -> None:
     teacher = tiny(tmp_path, quantization_config=given)
     quantized = apart(teacher, teachers={"t": {"path": teacher, "engine": "vllm", "devices": ["1"]}})
     embeddings = VOCABULARY * WIDTH
@@ -137,9 +121,7 @@ def test_a_quantized_teacher_takes_the_bits_of_its_config(
 def test_a_quantized_multimodal_model_takes_the_bits_of_its_outer_config(tmp_path: Path) -> None:
     from transformers import Gemma3Config
 
-    text = {"num_hidden_layers": 1, "hidden_size": WIDTH, "intermediate_size": INNER, "head_dim": 16}
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "vocab_size": VOCABULARY}
-    config = Gemma3Config(text_config=text | heads)
+    config = Gemma3Config(text_config=SIZES | {"num_hidden_layers": 1, "intermediate_size": INNER})
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     config.save_pretrained(tmp_path)
     source, embeddings = ModelSource(path=str(tmp_path)), VOCABULARY * WIDTH  # tied to the head
@@ -161,9 +143,7 @@ def test_weights_stored_in_any_precision_are_sized(tmp_path: Path) -> None:
     assert terms(apart(str(tmp_path), teachers={"t": teacher}))["teacher-t"]["weights"] == 8 * PARAMETERS
 
 
-def test_ranks_share_what_zero_shards_and_offload_and_adapters_take_it_away(
-    model: str, tmp_path: Path
-) -> None:
+def test_ranks_share_what_zero_shards_and_offload_and_adapters_take_it_away(model: str, tmp_path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     four = terms(apart(model, trainer={"ranks": 2, "devices": "0,1", "hostfile": str(tmp_path / "hosts")}))
     assert four["trainer"]["optimizer"] == 12 * PARAMETERS / 4
@@ -178,14 +158,12 @@ def test_ranks_share_what_zero_shards_and_offload_and_adapters_take_it_away(
     assert (found["weights"], found["optimizer"], found["gradients"]) == (2 * PARAMETERS, 0, 0)
 
 
-def mixture(folder: Path, layers: int = 3) -> str:
+def mixture(folder: Path) -> str:
     """Layers 0 and 2 have 8 experts of 3 x 64 x 96."""
     from transformers import Qwen3MoeConfig
 
-    sizes = {"num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
-    more = {"head_dim": 16, "vocab_size": VOCABULARY, "dtype": "bfloat16", "mlp_only_layers": [1]}
-    Qwen3MoeConfig(hidden_size=WIDTH, **sizes, **experts, **more).save_pretrained(folder)  # type: ignore[arg-type]
+    Qwen3MoeConfig(**SIZES, **experts, mlp_only_layers=[1]).save_pretrained(folder)
     return str(folder)
 
 
@@ -209,16 +187,10 @@ def test_ranks_that_share_experts_gather_a_part_of_them_and_keep_what_zero_keeps
 
 
 def test_tensor_parallel_engines_take_as_many_gpus_as_they_ask_for(model: str) -> None:
-    student = {
-        "path": model,
-        "devices": ["0,1", "2,3"],
-        "engine_args": {"tensor-parallel-size": 2},
-        "replicas": 2,
-    }
-    teacher = {"path": model, "engine": "vllm", "devices": ["0,1,2,3"]}
-    config = apart(
-        model, student=student, teachers={"t": teacher | {"engine_args": {"tensor_parallel_size": 4}}}
-    )
+    student = {"devices": ["0,1", "2,3"], "engine_args": {"tensor-parallel-size": 2}, "replicas": 2}
+    by_four = {"engine": "vllm", "engine_args": {"tensor_parallel_size": 4}}
+    teacher = {"path": model, "devices": ["0,1,2,3"], **by_four}
+    config = apart(model, student=student, teachers={"t": teacher})
     used = {use.process: use for use in devices.uses(config, [])}
     assert [used[f"student-{i}"].gpus for i in (0, 1)] == [("0", "1"), ("2", "3")]
     assert used["student-1"].terms["weights"] == 2 * PARAMETERS / 2
@@ -232,16 +204,10 @@ def test_tensor_parallel_engines_take_as_many_gpus_as_they_ask_for(model: str) -
 @pytest.mark.usefixtures("machine")
 def test_two_processes_on_a_gpu_are_refused_unless_told(model: str) -> None:
     lines = devices.check_devices(apart(model))
-    assert [line.split(":")[1].split(" on ") for line in lines] == [
-        [" student-0", "GPU 0"],
-        [" teacher-t", "GPU 1"],
-        [" evaluator", "GPU 3"],
-        [" trainer", "GPU 2"],
-    ]
-    wanted = (
-        r"GPU 0 is used by student-0 \(student\.devices\) and evaluator "
-        r"\(evaluation\.placement\.devices\).*run\.share_gpus = true"
-    )
+    places = dict(line.split(":")[1].strip().split(" on ") for line in lines)
+    assert places == {"student-0": "GPU 0", "teacher-t": "GPU 1", "evaluator": "GPU 3", "trainer": "GPU 2"}
+    users = r"student-0 \(student\.devices\) and evaluator \(evaluation\.placement\.devices\)"
+    wanted = rf"GPU 0 is used by {users}.*run\.share_gpus = true"
     together = {"placement": {}}  # inherits all, takes the first
     with pytest.raises(ConfigError, match=wanted):
         devices.check_devices(apart(model, evaluation=together))
@@ -252,25 +218,19 @@ def test_two_processes_on_a_gpu_are_refused_unless_told(model: str) -> None:
 
 @pytest.mark.usefixtures("machine")
 def test_what_cannot_fit_is_refused_with_the_sum(model: str) -> None:
-    long = 2**23
-    args = {"max-model-len": long}
-    config = apart(model, student={"engine_args": args | {"gpu-memory-utilization": 0.2}})
-    with pytest.raises(
-        ConfigError,
-        match=r"work space 2\.0 = .*, in the 0\.2 that vLLM reserves, 2\.0 GiB of 10\.0 GiB: raise",
-    ):
-        devices.check_devices(config)
+    args = {"max-model-len": 2**23, "gpu-memory-utilization": 0.2}
+    problem = r"work space 2\.0 = .*, in the 0\.2 that vLLM reserves, 2\.0 GiB of 10\.0 GiB: raise"
+    with pytest.raises(ConfigError, match=problem):
+        devices.check_devices(apart(model, student={"engine_args": args}))
     shared = apart(
         model, run={"share_gpus": True}, evaluation={"placement": {"devices": ["2"]}},
         trainer={"micro_batch_tokens": 3_000_000},
     )  # fmt: skip
-    with pytest.raises(
-        ConfigError, match=r"GPU 2 has 10\.0 GiB, and .* are needed \(evaluator 2\.0 GiB; trainer"
-    ):
+    problem = r"GPU 2 has 10\.0 GiB, and .* are needed \(evaluator 2\.0 GiB; trainer"
+    with pytest.raises(ConfigError, match=problem):
         devices.check_devices(shared)
-    assert devices.check_devices(
-        apart(model, preflight={"gpu_gib": 100.0}, trainer={"micro_batch_tokens": 3_000_000})
-    )
+    large = apart(model, preflight={"gpu_gib": 100.0}, trainer={"micro_batch_tokens": 3_000_000})
+    assert devices.check_devices(large)
 
 
 @pytest.mark.usefixtures("machine")
@@ -287,12 +247,10 @@ def test_several_gpus_of_the_same_processes_are_refused_in_one_line(model: str) 
 def test_teachers_that_unload_share_a_gpu_as_far_as_they_are_loaded_together(model: str) -> None:
     idle = {"path": model, "devices": ["1"], "idle_unload_seconds": 5.0, "batch_tokens": 4_000_000}
     teachers = {"t": idle, "u": idle | {"route": ["b"]}}
-    one_at_a_time = {"max_loaded_teachers": 1}
-    assert devices.check_devices(
-        apart(model, run=one_at_a_time, teachers=teachers, evaluation={"device": "cpu"})
-    )
+    config = apart(model, teachers=teachers, evaluation={"device": "cpu"})
+    assert devices.check_devices(config.with_(run={"max_loaded_teachers": 1}))
     with pytest.raises(ConfigError, match=r"GPU 1 has 10\.0 GiB, and 10\.\d GiB are needed"):
-        devices.check_devices(apart(model, teachers=teachers, evaluation={"device": "cpu"}))
+        devices.check_devices(config)
 
 
 def test_machines_that_urls_name_are_computed_by_host(model: str) -> None:

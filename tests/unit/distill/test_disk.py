@@ -125,9 +125,7 @@ def test_each_process_of_the_run_that_follows_the_weights_has_a_mirror(model: Pa
     assert many - few == 2 * replica_evaluator_teachers * 2 * PARAMETERS
 
 
-def test_a_disk_that_is_too_small_is_refused(
-    model: Path, config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_too_small_is_refused(model: Path, config: Any, monkeypatch) -> None:
     settings = configured(model, config)
     needed = disk.estimate(settings)
     usage = namedtuple("usage", "free")

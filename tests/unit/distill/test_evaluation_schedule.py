@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from in_memory import HELD_OUT_SET, MemoryEvaluator, MemoryPrompts
@@ -18,6 +17,7 @@ from small_config import make_config
 from started import begun
 from virtual_time import LONG
 
+from distill.aio import cancel
 from distill.buffer import Bound, Rules
 from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.completions import Completion
@@ -39,15 +39,7 @@ pytestmark = pytest.mark.virtual_time
 
 
 def report(step: int, kl: float, rate: float | None = None) -> EvalReport:
-    return EvalReport(
-        version=Version(0, step),
-        reverse_kl=kl,
-        pass_rate=rate,
-        completions=1,
-        tokens=1,
-        truncated=0.0,
-        seconds=0.0,
-    )
+    return EvalReport(Version(0, step), kl, rate, completions=1, tokens=1, truncated=0.0, seconds=0.0)
 
 
 def test_the_best_is_the_lowest_kl_or_the_highest_pass_rate() -> None:
@@ -76,9 +68,8 @@ class Completed(Generation):
         self.asked.append([*names])
         await asyncio.sleep(0)
         ids = pack(np.array([1, 2], "i4"))
-        made = [
-            Completion.of(i, prompt.token_ids, ids, "stop") for i, prompt in enumerate(HELD_OUT_SET.prompts)
-        ]
+        prompts = enumerate(HELD_OUT_SET.prompts)
+        made = [Completion.of(i, prompt.token_ids, ids, "stop") for i, prompt in prompts]
         return dict.fromkeys(names, made)
 
     async def reference(self) -> None:
@@ -92,9 +83,8 @@ def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> 
     budget, validator = ErrorBudget(8, events), Validator(Sampling(max_tokens=8), want)
     sets = {"held_out": HELD_OUT_SET, **dict.fromkeys(more.get("sets", ()), HELD_OUT_SET)}
     prompts = PromptStream(MemoryPrompts(), 0)
-    parts = Components(
-        {}, {}, lambda source: "t", prompts, record.store, want, evaluator=evaluator, sets=sets
-    )
+    more_parts: Any = {"evaluator": evaluator, "sets": sets}
+    parts = Components({}, {}, lambda source: "t", prompts, record.store, want, **more_parts)
     common = Common(config, parts, record, validator, Timeline(), budget, events)
     pool = ReplicaPool(common)
     generation = Completed(common, pool, Dispatcher(common, pool))
@@ -110,8 +100,7 @@ async def running(
     evaluations, record = bench(folder, evaluator, every, **more)
     task = asyncio.create_task(evaluations.run())
     yield evaluations, record
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await cancel([task])
     record.store.close()
 
 
@@ -229,18 +218,10 @@ def test_named_sets_are_due_at_their_own_intervals_at_the_start_and_at_the_end()
     one = Estimate(0.5, 0.4, 0.6)
     figures = SetReport(1, 1, 1, 0.0, 0, one, one, None)
     reports: list[EvalReport] = []
-    seen = {}
-    for step in (0, 2, 5, 6, 8, 10):
-        seen[step] = due_sets(config, reports, step, last=step == 10)
-        reports.append(msgspec.structs.replace(report(step, 1.0), sets=dict.fromkeys(seen[step], figures)))
-    assert seen == {
-        0: ["each", "fourth", "ends"],
-        2: ["each"],
-        5: ["each", "fourth"],
-        6: ["each"],
-        8: ["each", "fourth"],
-        10: ["each", "fourth", "ends"],
-    }
+    all_, some = ["each", "fourth", "ends"], ["each", "fourth"]
+    for step, due in {0: all_, 2: ["each"], 5: some, 6: ["each"], 8: some, 10: all_}.items():
+        assert due_sets(config, reports, step, last=step == 10) == due, step
+        reports.append(replace(report(step, 1.0), sets=dict.fromkeys(due, figures)))
 
 
 @pytest.mark.parametrize(

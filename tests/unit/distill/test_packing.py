@@ -53,6 +53,13 @@ def shares(rollouts: list[Rollout], ranks: int, tokens: int, padded: bool = Fals
     return pack_batch(formed(rollouts), ranks, Shape(tokens, list(TEACHERS), padded=padded), step)
 
 
+def share(rollouts: list[Rollout], tokens: int = 99, **shape: int) -> tuple[wire.TrainBatch, wire.Rows]:
+    """Of one rank, whose rows are one micro-batch."""
+    (batch,) = pack_batch(formed(rollouts), 1, Shape(tokens, list(TEACHERS), **shape), step)
+    (rows,) = batch.micro_batches
+    return batch, rows
+
+
 def formed(rollouts: list[Rollout], weights: list[float] | None = None) -> Batch:
     return Batch(Version(0, 6), rollouts, [0] * len(rollouts), weights or [])
 
@@ -87,8 +94,7 @@ def test_the_segment_in_which_a_completion_is_cut_is_not_scored() -> None:
     """Four tokens are allowed, and the third and fourth are scored with the fifth."""
     segment = pack(np.array([0, 1, 0, 1, 1, 0], "u1"))
     text, plain = rollout(1, 2, 6, segment=segment), rollout(2, 2, 3)
-    (batch,) = pack_batch(formed([text, plain]), 1, Shape(99, list(TEACHERS), supervised=4), step)
-    (rows,) = batch.micro_batches
+    _, rows = share([text, plain], supervised=4)
     assert rows.segment is not None
     cut = dict(zip(rows.ids, unpack(rows.completion_lens).tolist(), strict=True))
     assert cut == {"r1": 4, "r2": 3}
@@ -103,8 +109,7 @@ def test_of_a_long_completion_only_the_first_tokens_are_trained_on() -> None:
     topk = pack(np.arange(24, dtype="i4").reshape(8, 3))
     long = rollout(1, 2, 8, topk_ids=topk, hidden=Array("bf16", (8, 2), bytes(range(32))))
     short = rollout(2, 3, 2, topk_ids=pack(np.zeros((2, 3), "i4")), hidden=Array("bf16", (2, 2), bytes(8)))
-    (batch,) = pack_batch(formed([long, short]), 1, Shape(99, list(TEACHERS), supervised=5), step)
-    (rows,) = batch.micro_batches
+    batch, rows = share([long, short], supervised=5)
     assert batch.denominator == 7
     assert unpack(rows.completion_lens).tolist() == [5, 2]
     assert unpack(rows.tokens)[:7].tolist() == [1000, 1001, 1002, 1003, 1004, 1005, 1006]
@@ -118,19 +123,16 @@ def test_of_a_long_completion_only_the_first_tokens_are_trained_on() -> None:
 def test_sampling_masks_follow_their_tokens_and_a_teachers_tokens_have_none() -> None:
     mask = wire.SamplingMask(pack(np.array([1, 3, 2, 1], "i4")), pack(np.arange(7, dtype="i4")))
     made = [replace(rollout(1, 2, 4), mask=mask), replace(rollout(2, 1, 3), by_teacher=True, spans=[])]
-    (batch,) = pack_batch(formed(made), 1, Shape(99, list(TEACHERS), supervised=2), step)
-    (rows,) = batch.micro_batches
+    _, rows = share(made, supervised=2)
     assert rows.mask.padded().tolist() == [[0, -1, -1], [1, 2, 3], [-1, -1, -1], [-1, -1, -1]]
-    (batch,) = shares(made[1:], 1, 99)
-    assert batch.micro_batches[0].mask is None
+    assert share(made[1:])[1].mask is None
 
 
 def test_routes_follow_their_rows_and_a_teachers_row_has_none() -> None:
     made = [replace(rollout(1, 2, 4), routes=some_routes(range(6)))]
     made += [replace(rollout(2, 1, 3), by_teacher=True, spans=[])]
     made += [replace(rollout(3, 2, 2), routes=some_routes(range(9, 13)))]
-    (batch,) = pack_batch(formed(made), 1, Shape(99, list(TEACHERS), supervised=2), step)
-    (rows,) = batch.micro_batches
+    _, rows = share(made, supervised=2)
     routed = {"r1": some_routes(range(4)), "r2": None, "r3": some_routes(range(9, 13))}
     assert dict(zip(rows.ids, unpack(rows.route_lens).tolist(), strict=True)) == {"r1": 3, "r2": 0, "r3": 3}
     assert rows.routes == wire.Array.joined([routed[id] for id in rows.ids if id != "r2"])
@@ -144,13 +146,12 @@ def episode(number: int, prompt: int, length: int, *own: tuple[int, int], **scor
 
 def test_an_environments_tokens_travel_as_context_and_are_not_counted() -> None:
     made = [episode(1, 2, 7, (0, 2), (4, 6)), rollout(0, 2, 3), episode(2, 1, 2, (0, 2))]
-    (batch,) = shares(made, 1, 1000)
-    (rows,) = batch.micro_batches
+    batch, rows = share(made)
     assert (rows.ids, batch.denominator) == (["r1", "r0", "r2"], 4 + 3 + 2)
     assert unpack(rows.completion_lens).tolist() == [7, 3, 2]
     assert unpack(rows.own).tolist() == [1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 1, 1]
-    (batch,) = shares(made[1:], 1, 1000)
-    assert batch.micro_batches[0].own is None, "no token of an environment is in this micro-batch"
+    batch, rows = share(made[1:])
+    assert rows.own is None, "no token of an environment is in this micro-batch"
     assert batch.denominator == 5
 
 
@@ -163,8 +164,7 @@ def test_an_episode_is_cut_behind_the_last_of_the_students_first_tokens(
 ) -> None:
     topk = pack(np.arange(14, dtype="i4").reshape(7, 2))
     made = episode(1, 2, 7, (0, 2), (4, 6), topk_ids=topk)
-    (batch,) = pack_batch(formed([made]), 1, Shape(99, list(TEACHERS), supervised=most), step)
-    (rows,) = batch.micro_batches
+    batch, rows = share([made], supervised=most)
     length = own[-1][1] if most < 4 else 7
     assert batch.denominator == min(most, 4)
     assert unpack(rows.completion_lens).tolist() == [length]
@@ -229,13 +229,10 @@ def test_the_same_rollouts_give_the_same_bytes() -> None:
 
 
 def test_flat_arrays_follow_the_rows() -> None:
-    topk = {
-        "topk_ids": pack(np.arange(8, dtype="i4").reshape(4, 2)),
-        "topk_logprob": pack(np.ones((4, 2), "f2")),
-    }
+    ids, ones = np.arange(8, dtype="i4").reshape(4, 2), np.ones((4, 2), "f2")
+    topk = {"topk_ids": pack(ids), "topk_logprob": pack(ones)}
     second = {name: pack(unpack(array)[:3]) for name, array in topk.items()}
-    (batch,) = shares([rollout(1, 2, 3, **second), rollout(0, 3, 4, **topk)], 1, 1000)
-    (rows,) = batch.micro_batches
+    _, rows = share([rollout(1, 2, 3, **second), rollout(0, 3, 4, **topk)])
     assert rows.ids == ["r0", "r1"]
     assert unpack(rows.tokens).tolist() == [0, 1, 2, 3, 4, 5, 6, 1000, 1001, 1002, 1003, 1004]
     assert unpack(rows.prompt_lens).tolist() == [3, 2]
@@ -280,19 +277,14 @@ def test_teachers_of_unlike_width_do_not_share_a_micro_batch() -> None:
 
 def test_unlike_precisions_meet_in_single() -> None:
     half, bits = pack(np.array([[1.5]], "f2")), Array("bf16", (1, 1), np.array([0x4020], "<u2").tobytes())
-    (batch,) = shares([rollout(0, 1, 1, hidden=half), rollout(1, 1, 1, hidden=bits)], 1, 1000)
-    (rows,) = batch.micro_batches
+    _, rows = share([rollout(0, 1, 1, hidden=half), rollout(1, 1, 1, hidden=bits)])
     assert rows.teacher_hidden.dtype == "f4"
     assert unpack(rows.teacher_hidden).tolist() == [[1.5], [2.5]]
 
 
 @pytest.mark.parametrize("without", [[], [0], [3], [1, 2], [0, 1, 2, 3]])
 def test_every_reward_travels_whichever_rows_have_none(without: list[int]) -> None:
-    import msgspec
-
-    mixed = [
-        msgspec.structs.replace(rollout(i, 1, 2), reward=None if i in without else i / 4) for i in range(4)
-    ]
+    mixed = [replace(rollout(i, 1, 2), reward=None if i in without else i / 4) for i in range(4)]
     (batch,) = pack_batch(formed(mixed), 1, Shape(100, list(TEACHERS), group=4), step)
     rewards, baselines = {}, {}
     for rows in batch.micro_batches:
@@ -308,9 +300,7 @@ def test_every_reward_travels_whichever_rows_have_none(without: list[int]) -> No
 
 
 def test_weights_and_baselines_follow_their_rows() -> None:
-    import msgspec
-
-    rollouts = [msgspec.structs.replace(rollout(i, 1, 2 + i), reward=float(i % 3)) for i in range(4)]
+    rollouts = [replace(rollout(i, 1, 2 + i), reward=float(i % 3)) for i in range(4)]
     weights = [1 / (1 + i) for i in range(4)]
     batches = pack_batch(formed(rollouts, weights), 2, Shape(5, list(TEACHERS), group=4), step)
     rows = [micro for batch in batches for micro in batch.micro_batches]
@@ -321,18 +311,13 @@ def test_weights_and_baselines_follow_their_rows() -> None:
         assert unpack(micro.deviation).tolist() == [deviation] * len(micro.ids)
     assert sum(len(micro.ids) for micro in rows) == 4
     assert group_rewards([rollout(9, 1, 2)], lambda name: name) == {}
-    (plain,) = shares(rollouts, 1, 100)
-    assert (plain.micro_batches[0].weight, plain.micro_batches[0].baseline) == (None, None)
+    _, plain = share(rollouts)
+    assert (plain.weight, plain.baseline) == (None, None)
 
 
 def test_a_groups_baseline_and_deviation_are_of_the_students_rewards() -> None:
     """Of groups of two the teacher generated none, one or both."""
-    import msgspec
-
-    rollouts = [
-        msgspec.structs.replace(rollout(i, 1, 2), reward=float(i), by_teacher=i in (3, 4, 5))
-        for i in range(6)
-    ]
+    rollouts = [replace(rollout(i, 1, 2), reward=float(i), by_teacher=i in (3, 4, 5)) for i in range(6)]
     rewards = group_rewards(rollouts, lambda name: str(int(name[1:]) // 2))
     means = {name: group.mean for name, group in rewards.items()}
     assert means == {"r0": 0.5, "r1": 0.5, "r2": 2.0, "r3": 2.0, "r4": 0.0, "r5": 0.0}
@@ -340,15 +325,9 @@ def test_a_groups_baseline_and_deviation_are_of_the_students_rewards() -> None:
 
 
 def test_rows_with_and_without_an_array_are_refused() -> None:
-    hidden = pack(np.zeros((2, 3), "f4"))
+    whole = rollout(0, 1, 2, hidden=pack(np.zeros((2, 3), "f4")))
     with pytest.raises(DataError, match="1 of 2 rollouts lack an array"):
-        rows_of(
-            [rollout(0, 1, 2, hidden=hidden), rollout(1, 1, 2)],
-            rollout(0, 1, 2, hidden=hidden),
-            TEACHERS,
-            step,
-            6,
-        )
+        rows_of([whole, rollout(1, 1, 2)], whole, TEACHERS, step, 6)
 
 
 def test_entropy_is_left_out_where_one_teacher_cannot_tell_it() -> None:
@@ -365,21 +344,16 @@ def test_tokens_of_weights_that_a_rollback_left_behind_are_off_the_path() -> Non
     (rows,) = batch.micro_batches
     assert unpack(rows.token_step).tolist() == [3, 3, 4, 4, 4]
     assert unpack(rows.off_path).tolist() == [0, 0, 1, 1, 1]
-    (batch,) = shares([rollout(1, 2, 5)], 1, 99)
-    assert batch.micro_batches[0].off_path is None
+    assert share([rollout(1, 2, 5)])[1].off_path is None
 
 
 def test_rows_say_which_of_them_the_teacher_generated_and_those_are_of_the_steps_age() -> None:
-    import msgspec
-
-    written = msgspec.structs.replace(rollout(2, 1, 3), spans=[], by_teacher=True)
-    (batch,) = shares([rollout(0, 1, 4), written], 1, 100)
-    (rows,) = batch.micro_batches
+    written = replace(rollout(2, 1, 3), spans=[], by_teacher=True)
+    _, rows = share([rollout(0, 1, 4), written])
     assert rows.ids == ["r0", "r2"]
     assert unpack(rows.by_teacher).tolist() == [0, 1]
     assert unpack(rows.token_step).tolist() == [3, 3, 5, 5, 6, 6, 6]
-    (plain,) = shares([rollout(0, 1, 4)], 1, 100)
-    assert plain.micro_batches[0].by_teacher is None
+    assert share([rollout(0, 1, 4)])[1].by_teacher is None
 
 
 # --- which rows share a micro-batch, and which rank computes it

@@ -52,11 +52,8 @@ def teacher(source: Callable = whole_prefix) -> Score:
     engine = TableEngine(source, V)
 
     async def score(sequences: list[ScoreSequence], want: Want) -> list[Scored | ScoreRefused]:
-        items = [Item(unpack(s.token_ids), s.start) for s in sequences]
-        return [
-            Scored(s.id, pack(engine.score([item], ScoreOptions()).logprob_C))
-            for s, item in zip(sequences, items, strict=True)
-        ]
+        alone = [engine.score([Item(unpack(s.token_ids), s.start)], ScoreOptions()) for s in sequences]
+        return [Scored(s.id, pack(scores.logprob_C)) for s, scores in zip(sequences, alone, strict=True)]
 
     return score
 
@@ -93,24 +90,13 @@ def shifted(by: int) -> Score:
 
 def last_tokens(count: int) -> Score:
     """A server that sees no more than the last `count` tokens."""
-    return teacher(
-        lambda ids: np.stack([whole_prefix(ids[max(0, i + 1 - count) : i + 1])[-1] for i in range(len(ids))])
-    )
-
-
-def uniform() -> Score:
-    return teacher(lambda ids: np.full((len(ids), V), -np.log(V), np.float32))
-
-
-def in_company() -> Score:
-    """A server whose batches leak: the second sequence of a request is scored otherwise than alone."""
-    return changed(lambda scores: scores - np.float32(0.1), first=1)
+    seen = lambda ids, i: whole_prefix(ids[max(0, i + 1 - count) : i + 1])[-1]  # noqa: E731
+    return teacher(lambda ids: np.stack([seen(ids, i) for i in range(len(ids))]))
 
 
 def refusing(longest: int) -> Score:
-    return altered(
-        lambda _, s, answer: answer if s.token_ids.shape[0] <= longest else ScoreRefused(s.id, "too long")
-    )
+    fits = lambda s: s.token_ids.shape[0] <= longest  # noqa: E731
+    return altered(lambda _, s, answer: answer if fits(s) else ScoreRefused(s.id, "too long"))
 
 
 def caught(finding: Finding, says: str) -> None:
@@ -159,9 +145,9 @@ async def test_a_shifted_teacher_is_caught(by: int, says: str) -> None:
 
 
 async def test_a_uniform_teacher_is_caught() -> None:
-    caught(
-        await probes.not_shifted(uniform(), SEQUENCES[0], V, 0.0), f"a uniform teacher gives {-np.log(V):.2f}"
-    )
+    uniform = teacher(lambda ids: np.full((len(ids), V), -np.log(V), np.float32))
+    finding = await probes.not_shifted(uniform, SEQUENCES[0], V, 0.0)
+    caught(finding, f"a uniform teacher gives {-np.log(V):.2f}")
 
 
 @pytest.mark.parametrize("seen", [T, T + 4])
@@ -172,7 +158,8 @@ async def test_a_truncated_context_is_caught(seen: int) -> None:
 
 
 async def test_a_teacher_that_leaks_between_sequences_is_caught() -> None:
-    finding, noise = await probes.repeatable(in_company(), SEQUENCES, 1e-3)
+    leaks = changed(lambda scores: scores - np.float32(0.1), first=1)
+    finding, noise = await probes.repeatable(leaks, SEQUENCES, 1e-3)
     caught(finding, "scored differently in a batch than alone")
     assert noise == pytest.approx(0.1, abs=1e-5)
 
@@ -190,16 +177,17 @@ async def test_a_swapped_vocabulary_is_caught_by_its_scores() -> None:
     caught(probes.equals_plain(swapped, plain, 1e-3), "another order of the vocabulary")
 
 
-async def test_another_temperature_is_caught_by_its_scores() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (teacher(lambda ids: whole_prefix(ids, 0.6)), "another temperature"),
+        (changed(lambda scores: scores * np.nan), "mean difference nan"),
+    ],
+    ids=["another temperature", "not a number"],
+)
+async def test_scores_that_are_not_those_of_a_plain_pass_are_caught(wrong: Score, says: str) -> None:
     plain = await probes.scores(teacher(), SEQUENCES)
-    hot = await probes.scores(teacher(lambda ids: whole_prefix(ids, 0.6)), SEQUENCES)
-    caught(probes.equals_plain(hot, plain, 1e-3), "another temperature")
-
-
-async def test_a_score_that_is_not_a_number_is_caught() -> None:
-    plain = await probes.scores(teacher(), SEQUENCES)
-    nan = await probes.scores(changed(lambda scores: scores * np.nan), SEQUENCES)
-    caught(probes.equals_plain(nan, plain, 1e-3), "mean difference nan")
+    caught(probes.equals_plain(await probes.scores(wrong, SEQUENCES), plain, 1e-3), says)
 
 
 def info(**engine_info: Any) -> TeacherInfo:

@@ -14,11 +14,13 @@ from typing import Any
 import dashboard
 import httpx
 import pytest
-from in_memory import MemoryEvaluator, MemoryReplica, MemoryTrainer
+from in_memory import MemoryEvaluator, MemoryTrainer
 from msgspec.structs import replace
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from served_app import at_url
 
+from distill.aio import cancel
 from distill.buffer import Bound, Rules
 from distill.controller import Controller
 from distill.environments.config import EnvironmentConfig
@@ -32,7 +34,6 @@ from distill.metrics.summary import flat, of_evaluation, totals
 from distill.metrics.timeline import Timeline
 from distill.record.changes import Evaluated
 from distill.record.state import RunState
-from distill.trainer_api.http_api import listen, serving
 from student_trainer.objectives.token_statistics import MEANS
 from sync import wire
 from sync.base.errors import DistillError, RemoteError
@@ -73,17 +74,11 @@ async def scraped(url: str) -> Series:
 async def run_of_one_step(run: Controller) -> Series:
     """The controller's metrics after one step, one evaluation and three drops."""
     task, version, after = asyncio.create_task(run.run()), Version(0, 0), Version(0, 1)
-    await run.session.hello(wire.TrainerHello(world_size=1, checkpoint=None, fingerprint="model", run="test"))
-    await run.session.batch(wire.BatchRequest(version=version, rank=0, world_size=1))
-    for event in (
-        wire.Published(version=after, kind="full", bytes=5, full_bytes=20, seconds=0.5),
-        wire.StepReport(
-            version=after,
-            metrics=OF_STEP,
-            seconds={"wait": 0.5, "train": 2.0, "publish": 0.0, "checkpoint": 0.0},
-        ),
-    ):
-        await run.session.event(event)
+    await run.session.hello(wire.TrainerHello(1, None, "model", "test"))
+    await run.session.batch(wire.BatchRequest(version, 0, 1))
+    await run.session.event(wire.Published(after, "full", bytes=5, full_bytes=20, seconds=0.5))
+    seconds = {"wait": 0.5, "train": 2.0, "publish": 0.0, "checkpoint": 0.0}
+    await run.session.event(wire.StepReport(after, OF_STEP, seconds))
     run.record.write(Evaluated(EVALUATION))
     counters = run.record.state.counters
     counters.dropped["too_old"], counters.requeued["unusable"] = 3, 2
@@ -91,14 +86,13 @@ async def run_of_one_step(run: Controller) -> Series:
         while not counters.applied:
             await run.events.changed.wait()
     found = await scraped(run.url)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await cancel([task])
     return found
 
 
 @pytest.fixture
 async def exported(controller) -> Series:
-    return await run_of_one_step(controller(token=TOKEN, replicas={"r0": MemoryReplica()}))
+    return await run_of_one_step(controller(token=TOKEN))
 
 
 def test_the_controller_exports_every_figure_of_the_run(exported: Series) -> None:
@@ -127,11 +121,10 @@ def test_the_controller_exports_every_figure_of_the_run(exported: Series) -> Non
     }
     assert {key: exported[f"distill_run_{key[0]}", key[1:]] for key in expected} == expected
     assert exported["process_start_time_seconds", ()] > 1e9
-    assert (
-        exported["distill_run_rollout_tokens_total", ()]
-        >= exported["distill_run_train_tokens_overall", ()]
-        > 0
+    generated, trained = (
+        exported[f"distill_run_{name}", ()] for name in ("rollout_tokens_total", "train_tokens_overall")
     )
+    assert generated >= trained > 0
 
 
 def test_counters_count_from_the_start_of_the_process() -> None:
@@ -154,15 +147,10 @@ def test_a_replica_counts_its_updates() -> None:
 
     before = values()
     for step in (3, 7):
-        replica_metrics.updated(
-            wire.UpdateReply(
-                version=Version(1, step),
-                bytes_read=50,
-                stage_seconds=2.0,
-                pause_seconds=0.5,
-                apply_seconds=0.25,
-            )
+        reply = wire.UpdateReply(
+            Version(1, step), 50, stage_seconds=2.0, pause_seconds=0.5, apply_seconds=0.25
         )
+        replica_metrics.updated(reply)
     after = values()
     assert after["distill_replica_version_lineage", ()] == 1
     assert after["distill_replica_version_step", ()] == 7
@@ -183,9 +171,7 @@ async def evaluator() -> Series:
     async def fail(_: object) -> Any:
         raise DistillError("no teacher answers")
 
-    bound = listen("127.0.0.1", 0, TOKEN)
-    url = "http://127.0.0.1:{1}".format(*bound.getsockname())
-    async with serving(app(fail, keep, fail, TOKEN, Claim()), bound):
+    async with at_url(app(fail, keep, fail, TOKEN, Claim()), TOKEN) as url:
         client = HttpEvaluator(url, TOKEN)
         await client.keep(EvalReport(Version(0, 0), 0.5, None, 1, 1, 0.0, 0.0))
         with pytest.raises(RemoteError, match="no teacher answers"):

@@ -23,8 +23,8 @@ def cpu(request, monkeypatch):
     return request.param
 
 
-def built(index: int = 0, host: str = "127.0.0.1", **config) -> tuple[list[str], dict[str, str]]:
-    return command(StudentConfig(path="m", **config), REPLICA, index, host, 8000)
+def built(index=0, host="127.0.0.1", replica=REPLICA, **config) -> tuple[list[str], dict[str, str]]:
+    return command(StudentConfig(path="m", **config), replica, index, host, 8000)
 
 
 def test_engine_arguments_become_words():
@@ -67,11 +67,6 @@ def test_logits_are_fp32_unless_the_users_overrides_say_otherwise():
         assert json.loads(line[line.index("--hf-overrides") + 1]) == passed
 
 
-def test_replicas_sample_differently_unless_told(cpu):
-    assert "--seed=0" in built(0)[0]
-    assert "--seed=1" in built(1)[0]
-
-
 def test_only_the_cpu_build_gets_the_settings_of_the_cpu(cpu):
     line, environment = built()
     assert ("--distributed-executor-backend=uni" in line) == cpu
@@ -84,10 +79,12 @@ def test_only_the_cpu_build_gets_the_settings_of_the_cpu(cpu):
     assert "--gpu-memory-utilization=0.5" in built(engine_args={"gpu-memory-utilization": 0.5})[0]
 
 
-def test_the_environment_is_quiet_safe_and_the_users_last(cpu):
-    _, environment = built(1, env={"OMP_NUM_THREADS": "7", "MINE": "x"})
+def test_the_environment_is_quiet_safe_and_the_users_last_and_replicas_sample_differently(cpu):
+    words, environment = built(1, env={"OMP_NUM_THREADS": "7", "MINE": "x"})
     assert (environment["OMP_NUM_THREADS"], environment["MINE"]) == ("7", "x")
     assert (environment["PYTHONSAFEPATH"], environment["VLLM_NO_USAGE_STATS"]) == ("1", "1")
+    assert "--seed=1" in words
+    assert "--seed=0" in built(0)[0]
 
 
 def test_the_token_is_inherited_and_written_nowhere(cpu, monkeypatch):
@@ -106,6 +103,10 @@ def test_the_token_is_inherited_and_written_nowhere(cpu, monkeypatch):
         ({"engine_args": {"api-server-count": 2}}, "api-server-count"),
         ({"engine_args": {"hf-overrides": '{"a": 1}'}}, '"hf-overrides" must be one table'),
         ({"engine_args": {"hf-overrides.a": 1}}, '"hf-overrides" must be one table'),
+        (
+            {"engine_args": {"disable_log_stats": True}},
+            r"disable-log-stats.*stall_timeout_seconds.*leave it out",
+        ),
         ({"host": "0.0.0.0"}, TOKEN_VARIABLE),
     ],
 )
@@ -121,12 +122,8 @@ def test_revision_and_remote_code_are_passed_when_set(cpu):
 
 
 def test_a_replica_reads_back_its_configuration(monkeypatch):
-    config = ReplicaConfig(
-        run="r",
-        store=ObjectStoreConfig(type="object", url="s3://b/p"),
-        store_path=Path("s"),
-        mirror=Path("m"),
-    )
+    store = ObjectStoreConfig(type="object", url="s3://b/p")
+    config = ReplicaConfig(run="r", store=store, store_path=Path("s"), mirror=Path("m"))
     for name, value in config.environment().items():
         monkeypatch.setitem(os.environ, name, value)
     assert ReplicaConfig.from_environment() == config
@@ -142,14 +139,9 @@ def test_a_missing_or_malformed_configuration_is_named(monkeypatch):
 
 
 def test_a_replica_of_a_lora_run_takes_one_adapter_of_the_next_rank_that_vllm_has(cpu):
-    line, environment = command(
-        StudentConfig(path="m"), REPLICA.model_copy(update={"lora_rank": 20}), 0, "127.0.0.1", 8000
-    )
-    assert [word for word in line if "lora" in word] == [
-        "--enable-lora",
-        "--max-loras=1",
-        "--max-lora-rank=32",
-    ]
+    line, environment = built(replica=REPLICA.model_copy(update={"lora_rank": 20}))
+    words = [word for word in line if "lora" in word]
+    assert words == ["--enable-lora", "--max-loras=1", "--max-lora-rank=32"]
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment
     assert not [word for word in built()[0] if "lora" in word]
 
@@ -157,15 +149,10 @@ def test_a_replica_of_a_lora_run_takes_one_adapter_of_the_next_rank_that_vllm_ha
 def test_a_rank_beyond_the_engines_is_refused_and_the_flags_are_not_the_users(cpu):
     wide = REPLICA.model_copy(update={"lora_rank": 513})
     with pytest.raises(ConfigError, match=r"rank is 513.*512"):
-        command(StudentConfig(path="m"), wide, 0, "127.0.0.1", 8000)
+        built(replica=wide)
     narrow = REPLICA.model_copy(update={"lora_rank": 8})
     with pytest.raises(ConfigError, match="must stay 8"):
-        command(StudentConfig(path="m", engine_args={"max-lora-rank": 64}), narrow, 0, "127.0.0.1", 8000)
-
-
-def test_the_count_that_the_stall_watchdog_reads_cannot_be_turned_off():
-    with pytest.raises(ConfigError, match=r"disable-log-stats.*stall_timeout_seconds.*leave it out"):
-        built(engine_args={"disable_log_stats": True})
+        built(replica=narrow, engine_args={"max-lora-rank": 64})
 
 
 @pytest.mark.parametrize("key", ["enable-return-routed-experts", "enable_return_routed_experts"])
@@ -191,7 +178,7 @@ def test_routes_are_recorded_by_the_engine_where_its_second_runner_runs_and_no_c
 ):
     native = not cpu if native is None else native
     replica = ROUTED.model_copy(update={"keeps_cache": keeps_cache})
-    words, environment = command(StudentConfig(path="m", env=env), replica, 0, "127.0.0.1", 8000)
+    words, environment = built(replica=replica, env=env)
     if native:
         assert {"--enable-return-routed-experts", "--enable-prefix-caching"} <= {*words}
         assert ("--enforce-eager" in words) == cpu
@@ -202,9 +189,8 @@ def test_routes_are_recorded_by_the_engine_where_its_second_runner_runs_and_no_c
         assert environment[RUNNER] == "0"
     for name in ("enable-prefix-caching", *(() if native else ("enforce-eager",))):
         value = not native if name == "enable-prefix-caching" else False
-        other = StudentConfig(path="m", env=env, engine_args={name: value})
         with pytest.raises(ConfigError, match=f"'{name}' must stay {not value}"):
-            command(other, replica, 0, "127.0.0.1", 8000)
+            built(replica=replica, env=env, engine_args={name: value})
 
 
 def test_a_replica_without_routes_runs_the_model_runner_that_vllm_prefers(cpu):

@@ -31,6 +31,7 @@ USER, ANSWER, SYSTEM = (
 )
 ASKED = "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
 TEXT = {"type": "text", "text": "What is 2+2?"}
+CALLS = {"role": "assistant", "tool_calls": [{}]}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 
 
@@ -83,10 +84,7 @@ def test_text_parts_are_joined_by_a_line_break_and_the_suffix_follows_them(tmp_p
         ([{"role": "user"}], r"role 'user' has no content \(missing or null\)"),
         ([{"role": "user", "content": 42}], "content is 42: give a text, or a list of text parts"),
         ([{"role": "user", "content": {"text": "hi"}}], "content is {'text': 'hi'}: give a text"),
-        (
-            [{"role": "User", "content": "hi"}],
-            "role 'User' is neither system, user, assistant nor named in the",
-        ),
+        ([{"role": "User", "content": "hi"}], "'User' is neither system, user, assistant nor named in the"),
         ([{"role": "user ", "content": "hi"}], "role 'user ' is neither"),
         ([{"role": 1, "content": "hi"}], "role 1 is neither"),
         ([{"content": "hi"}], "a chat message has no role"),
@@ -94,16 +92,11 @@ def test_text_parts_are_joined_by_a_line_break_and_the_suffix_follows_them(tmp_p
         ([[USER]], "a chat message is .*: give an object with role and content"),
         (USER, "give a text or a list of chat messages"),
         (str([USER]), "is not JSON: write it as JSON"),
-        (
-            [USER, {"role": "assistant", "tool_calls": [{}]}, USER],
-            "tool_calls, which the chat template does not",
-        ),
+        ([USER, CALLS, USER], "tool_calls, which the chat template does not"),
         (ASKED, "begins with the control token '<|im_start|>', .* set template = \"plain\""),
     ],
 )
-def test_a_row_that_no_student_could_answer_is_refused_by_line(
-    tmp_path: Path, value: Any, message: str
-) -> None:
+def test_a_row_that_no_student_could_answer_is_refused_by_line(tmp_path, value: Any, message: str) -> None:
     with pytest.raises(DataError, match=r"p\.jsonl:1: .*" + message.replace("|", r"\|")):
         read(tmp_path / "p.jsonl", value)
 
@@ -137,9 +130,8 @@ def test_a_prompt_begins_once_and_does_not_end_before_the_answer(tmp_path: Path)
     config = JsonlPrompts(type="jsonl", path=tmp_path)
     with pytest.raises(DataError, match=r"begins with '<\|endoftext\|>' twice"):
         row_encoder(begun, config)("hi")
-    with pytest.raises(
-        DataError, match=r"ends with the end token '<\|im_end\|>', behind which nothing follows"
-    ):
+    problem = r"ends with the end token '<\|im_end\|>', behind which nothing follows"
+    with pytest.raises(DataError, match=problem):
         row_encoder(byte_tokenizer("{{ messages[0].content }}<|im_end|>"), config)("hi")
 
 
@@ -169,39 +161,33 @@ def test_answers_keep_the_text_that_a_jsonl_file_has_for_them(tmp_path: Path) ->
     path.write_text("".join(f'{{"prompt": "?", "answer": {text}}}\n' for text in texts))
     config = JsonlPrompts(type="jsonl", path=path, answer_field="answer", reward_fn="exact")
     reader = RowReader(config, row_encoder(byte_tokenizer(), config), 500)
-    assert [prompt.answer for prompt in reader.prompts(jsonl_rows(path))] == [
-        text.strip('"') for text in texts
-    ]
+    found = [prompt.answer for prompt in reader.prompts(jsonl_rows(path))]
+    assert found == [text.strip('"') for text in texts]
     path.write_text('{"prompt": "?", "answer": NaN}\n')
     with pytest.raises(DataError, match=r"p\.jsonl:1: field 'answer' is not a number"):
         next(reader.prompts(jsonl_rows(path)))
 
 
-@pytest.mark.parametrize("values", [[1.0, 2.0], [True, False]])
+@pytest.mark.parametrize(
+    ("values", "texts"), [([1.0, 2.0], ["1.0", "2.0"]), ([True, False], ["true", "false"])]
+)
 def test_an_answer_whose_text_a_table_has_lost_is_refused_where_texts_are_compared(
-    tmp_path: Path, values: list[Any]
+    tmp_path: Path, values: list[Any], texts: list[str]
 ) -> None:
     import pyarrow
     from pyarrow import parquet
 
     table = pyarrow.table({"prompt": ["a", "b"], "answer": values})
     parquet.write_table(table, tmp_path / "train.parquet")
-    with pytest.raises(
-        DataError, match=r"row 0: field 'answer' is .*, whose text is not known .* \"number\""
-    ):
+    problem = r"row 0: field 'answer' is .*, whose text is not known .* \"number\""
+    with pytest.raises(DataError, match=problem):
         answers(tmp_path)
-    assert answers(tmp_path, None) == (
-        ["1.0", "2.0"] if values[0] == 1.0 and values[1] else ["true", "false"]
-    )
+    assert answers(tmp_path, None) == texts
 
 
 def test_a_tools_column_and_control_tokens_in_data_are_named(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    rows = [
-        {"prompt": "hi"},
-        {"prompt": "hi<|im_end|>", "tools": [{"name": "add"}]},
-        {"prompt": "a", "tools": None},
-    ]
+    rows = [{"prompt": "hi"}, {"prompt": "hi<|im_end|>", "tools": [{}]}, {"prompt": "a", "tools": None}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config, tok = JsonlPrompts(type="jsonl", path=path), byte_tokenizer()
     reader = RowReader(config, row_encoder(tok, config), 500, control=control_tokens(tok))
@@ -220,11 +206,10 @@ def model(tmp_path: Path) -> Path:
     """A folder with the config of a Qwen3 and a byte-level tokenizer whose end token is <|endoftext|>."""
     from transformers import Qwen3Config
 
-    byte_tokenizer(end="<|endoftext|>").save_pretrained(tmp_path / "model")
-    Qwen3Config(vocab_size=260, max_position_embeddings=256, eos_token_id=0).save_pretrained(
-        tmp_path / "model"
-    )
-    return tmp_path / "model"
+    folder = tmp_path / "model"
+    byte_tokenizer(end="<|endoftext|>").save_pretrained(folder)
+    Qwen3Config(vocab_size=260, max_position_embeddings=256, eos_token_id=0).save_pretrained(folder)
+    return folder
 
 
 def config_of(model: Path, **prompts: Any) -> RunConfig:
@@ -256,9 +241,8 @@ def test_the_end_of_a_turn_ends_completions_and_the_first_prompt_is_shown(model:
 def test_a_template_that_does_not_open_the_answer_is_refused(model: Path) -> None:
     tokenizer = load_tokenizer(ModelSource(path=str(model)))
     tokenizer.chat_template = CHATML.removesuffix(HEADER)
-    with pytest.raises(
-        DataError, match=r"does not open the assistant's turn: .* begins with '<\|im_start\|>assist"
-    ):
+    problem = r"does not open the assistant's turn: .* begins with '<\|im_start\|>assist"
+    with pytest.raises(DataError, match=problem):
         check_rendering(config_of(model), tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else "
@@ -280,9 +264,7 @@ def test_the_clock_of_a_template_is_the_runs(model: Path, monkeypatch: pytest.Mo
     record["student"]["template_time"] = "2024-07-26T10:00:00"
     (config.run_dir / "config.json").write_text(json.dumps(record))
     resumed, _ = check_rendering(config_of(model), load_tokenizer(ModelSource(path=str(model))))
-    text = load_tokenizer(resumed.student).apply_chat_template(
-        [{"role": "user", "content": "a"}], tokenize=False
-    )
+    text = load_tokenizer(resumed.student).apply_chat_template([USER], tokenize=False)
     assert text.startswith("2024-07-26\n")
 
 

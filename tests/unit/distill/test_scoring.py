@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from small_config import make_config
 from virtual_time import LONG
 
+from distill.aio import cancel
 from distill.events import ErrorBudget, Events, NoServerLeft
 from distill.interfaces import Common, Components
 from distill.metrics.timeline import Timeline
@@ -22,23 +23,9 @@ from distill.record.rollout import Rollout
 from distill.rollout.ends import Unusable
 from distill.rollout.validation import Validator
 from distill.scoring import Scoring, TeacherQueue
+from sync import wire
 from sync.base.errors import Overloaded, RemoteError, TooLarge
-from sync.wire import (
-    Array,
-    Generated,
-    Kept,
-    Sampling,
-    Scored,
-    ScoreRefused,
-    ScoreReply,
-    ScoreSequence,
-    Version,
-    VersionSpan,
-    Want,
-    frames,
-    pack,
-    unpack,
-)
+from sync.wire import Array, Generated, Kept, Sampling, Scored, ScoreRefused, ScoreReply, Want, pack, unpack
 from teacher_service.client import Reply
 
 pytestmark = pytest.mark.virtual_time
@@ -50,7 +37,7 @@ def completed(number: int, source: str = "default", topk: int = 0, length: int =
         id=prompt.id,
         token_ids=pack(np.arange(length, dtype="i4")),
         logprob=pack(np.full(length, -0.5, "f4")),
-        spans=[VersionSpan(Version(0, 0), 0, length)],
+        spans=[wire.VersionSpan(wire.Version(0, 0), 0, length)],
         finish_reason="length",
         topk_ids=pack(np.full((length, topk), 3, "i4")) if topk else None,
     )
@@ -88,8 +75,7 @@ class Bench:
     async def running(self) -> AsyncIterator[None]:
         task = asyncio.create_task(self.scoring.run())
         yield
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel([task])
 
     async def score(self, *work: Rollout) -> None:
         async with self.running(), asyncio.timeout(600):
@@ -128,14 +114,10 @@ async def test_text_that_a_teacher_cannot_write_is_no_fault_of_its_server() -> N
     """Too much of it in a row ends the run, by the name of the tokenizer."""
 
     class Wordless(MemoryTeacher):
-        async def score(
-            self, sequences: Sequence[ScoreSequence], want: Want, limit: float
-        ) -> Reply[Scored | ScoreRefused]:
+        async def score(self, sequences, want, limit):
             reply = await super().score(sequences, want, limit)
             refused = ScoreRefused("", "no such character", no_text=True)
-            results = [
-                answer if answer.id == "p0" else replace(refused, id=answer.id) for answer in reply.results
-            ]
+            results = [one if one.id == "p0" else replace(refused, id=one.id) for one in reply.results]
             return Reply(results, reply.server)
 
     bench, events, ended = Bench({"t": Wordless()}), Events(), list[str]()
@@ -152,12 +134,10 @@ async def test_text_that_a_teacher_cannot_write_is_no_fault_of_its_server() -> N
 
 
 async def test_a_teacher_may_see_another_prompt() -> None:
-    seen: list[ScoreSequence] = []
+    seen: list[wire.ScoreSequence] = []
 
     class Watching(MemoryTeacher):
-        async def score(
-            self, sequences: Sequence[ScoreSequence], want: Want, limit: float
-        ) -> Reply[Scored | ScoreRefused]:
+        async def score(self, sequences, want, limit):
             seen.extend(sequences)
             return await super().score(sequences, want, limit)
 
@@ -180,7 +160,7 @@ async def test_kept_scores_leave_a_reference_and_the_prompt_that_only_the_teache
     assert rollout.kept is not None
     assert rollout.scored.topk_ids is rollout.scored.entropy is None
     assert unpack(rollout.scored.logprob).tolist() == [-1.0, -1.0]
-    (reply,) = frames(teacher.kept[rollout.kept.key], ScoreReply)
+    (reply,) = wire.frames(teacher.kept[rollout.kept.key], ScoreReply)
     assert reply.results[0].topk_ids.shape == (2, 2)
     seen = None if rollout.teacher_prompt is None else unpack(rollout.teacher_prompt).tolist()
     assert seen == ([9, 7, 5] if transformed else None)
@@ -239,9 +219,7 @@ async def test_a_full_teacher_is_asked_when_it_says() -> None:
     class Full(MemoryTeacher):
         asked = 0
 
-        async def score(
-            self, sequences: Sequence[ScoreSequence], want: Want, limit: float
-        ) -> Reply[Scored | ScoreRefused]:
+        async def score(self, sequences, want, limit):
             self.asked += 1
             if self.asked == 1:
                 raise Overloaded("full", 0.01)
@@ -277,9 +255,7 @@ async def test_scores_that_cannot_be_used_are_asked_for_again_and_then_quarantin
     scores: dict[str, Any], problem: str
 ) -> None:
     class Sloppy(MemoryTeacher):
-        async def score(
-            self, sequences: Sequence[ScoreSequence], want: Want, limit: float
-        ) -> Reply[Scored | ScoreRefused]:
+        async def score(self, sequences, want, limit):
             return Reply([Scored(sequence.id, **scores) for sequence in sequences], "memory")
 
     how = "reference" if "kept" in problem else "inline"
@@ -297,9 +273,7 @@ async def test_a_teacher_whose_processes_are_busy_gets_full_requests_only(
     sizes, go_on = list[int](), asyncio.Event()
 
     class Slow(MemoryTeacher):
-        async def score(
-            self, sequences: Sequence[ScoreSequence], want: Want, limit: float | None
-        ) -> Reply[Scored | ScoreRefused]:
+        async def score(self, sequences, want, limit):
             sizes.append(len(sequences))
             await go_on.wait()
             return await super().score(sequences, want, limit)

@@ -16,9 +16,8 @@ from sync.wire import Version
 def tree() -> Lineages:
     """0 runs to 47; 1 resumes at 40 and replays to 47; 2 goes back to 20 of 0, whose batches are gone."""
     lineages = Lineages()
-    lineages.add(Lineage(0, start=0, origin=None, branch=0))
-    lineages.add(Lineage(1, start=40, origin=0, branch=47))
-    lineages.add(Lineage(2, start=20, origin=0, branch=20))
+    for lineage in (Lineage(0, 0, None, 0), Lineage(1, 40, 0, 47), Lineage(2, 20, 0, 20)):
+        lineages.add(lineage)
     return lineages
 
 
@@ -56,9 +55,7 @@ def test_a_trainer_takes_over_the_newest_lineage_that_holds_its_checkpoint(tree:
 
 
 def test_lineages_without_a_common_start_share_the_model_folder_alone() -> None:
-    lineages = Lineages()
-    lineages.add(Lineage(0, 0, None, 0))
-    lineages.add(Lineage(1, 0, 0, 0))
+    lineages = Lineages([Lineage(0, 0, None, 0), Lineage(1, 0, 0, 0)])
     assert lineages.step_in(Version(0, 7), 1) == 0
 
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,13 +23,12 @@ from distill.tasks.teaching import make_tokenizer
 from sync.base.errors import ConfigError, DataError
 
 
-class PendingPrompt(NamedTuple):
-    text: str
-    answer: str | None = None
-
-
 def ids(text: str, end: bool = True) -> list[int]:
     return [VOCABULARY.index(letter) for letter in text] + [EOS_ID] * end
+
+
+def prompt_of(text: str) -> TaskPrompt:
+    return TaskPrompt(text, None, None)
 
 
 TASK = sort_letters.make()
@@ -39,23 +38,24 @@ def test_exactly_the_answers_that_take_an_end_each_time_pass() -> None:
     passing = {
         "".join(order)
         for order in itertools.permutations("bdkmz")
-        if TASK.reward(PendingPrompt("kdzmb>"), ids("".join(order)))
+        if TASK.reward(prompt_of("kdzmb>"), ids("".join(order)))
     }
     assert len(passing) == 2**4
-    assert {"bdkmz", "zmkdb", "bzdmk"} <= passing
-    assert "bdzkm" in passing
+    assert {"bdkmz", "zmkdb", "bzdmk", "bdzkm"} <= passing
     assert "dbkmz" not in passing
 
 
-@pytest.mark.parametrize("answer", ["bdkm", "bdkmzz", "bdkmzb", "", "bdkm>", "abdkmz"])
-def test_what_leaves_out_repeats_or_adds_fails(answer: str) -> None:
-    assert not TASK.reward(PendingPrompt("kdzmb>"), ids(answer))
-
-
-def test_an_answer_must_end() -> None:
-    assert not TASK.reward(PendingPrompt("kdzmb>"), ids("bdkmz", end=False))
-    assert not TASK.reward(PendingPrompt("kdzmb>"), ids("bdkmz") + [EOS_ID])
-    assert not TASK.reward(PendingPrompt("kdzmb>"), [])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *map(ids, ["bdkm", "bdkmzz", "bdkmzb", "", "bdkm>", "abdkmz"]),
+        ids("bdkmz")[:-1],
+        ids("bdkmz") + [EOS_ID],
+        [],
+    ],
+)
+def test_what_leaves_out_repeats_adds_or_does_not_end_once_fails(answer: list[int]) -> None:
+    assert not TASK.reward(prompt_of("kdzmb>"), answer)
 
 
 def test_prompts_are_five_to_nine_distinct_letters_and_the_same_each_time() -> None:
@@ -81,7 +81,7 @@ def test_examples_are_right_answers_with_even_odds_and_name_the_other_choice() -
     for asked, answer, other in zip(asked_BN[:200], answer_BN, other_BN, strict=False):
         text = "".join(LETTERS[i] for i in asked) + ">"
         assert not is_held_out(text)
-        assert TASK.reward(PendingPrompt(text), ids("".join(LETTERS[i] for i in answer)))
+        assert TASK.reward(prompt_of(text), ids("".join(LETTERS[i] for i in answer)))
         left = set(asked.tolist())
         for taken, spurned in zip(answer.tolist(), other.tolist(), strict=True):
             assert {taken, spurned} == {min(left), max(left)}
@@ -133,19 +133,16 @@ def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "tasks_of_mine").mkdir()
     (tmp_path / "tasks_of_mine" / "raises.py").write_text("raise RuntimeError('at import')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"'tasks_of_mine\.raises' cannot be loaded \(RuntimeError: at import\)"
-    ):
+    loaded = r"'tasks_of_mine\.raises' cannot be loaded \(RuntimeError: at import\)"
+    with pytest.raises(ConfigError, match=loaded):
         tasks.load("tasks_of_mine.raises")
     (tmp_path / "tasks_of_mine" / "broken.py").write_text(f"from {__name__} import make")
-    with pytest.raises(
-        ConfigError, match=r"do not fit task .*broken' \(ZeroDivisionError: division by zero\)"
-    ):
+    made = r"do not fit task .*broken' \(ZeroDivisionError: division by zero\)"
+    with pytest.raises(ConfigError, match=made):
         tasks.load("tasks_of_mine.broken", {"unlucky": True})
     task = TaskSource("tasks_of_mine.broken", tasks.load("tasks_of_mine.broken"), 3, list)
-    with pytest.raises(
-        DataError, match=r"broken', prompt\(\) raised KeyError \('prompt'\) for index 7, seed 3"
-    ):
+    asked = r"broken', prompt\(\) raised KeyError \('prompt'\) for index 7, seed 3"
+    with pytest.raises(DataError, match=asked):
         task[7]
     with pytest.raises(DataError, match=r"broken', held_out\(\) raised KeyError .* for index 8, seed 3"):
         task.held_out(8)
@@ -155,9 +152,8 @@ def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pyte
     source = reward_source(config.prompts, letter_tokenizer())
     reward_fn = load_rewards(source.prompts)
     named = r"prompts\.task 'tasks_of_mine\.broken', reward\(\)"
-    with pytest.raises(
-        DataError, match=named + r" raised KeyError \('reward'\) for prompt 0:4:1, completion \[5"
-    ):
+    raised = named + r" raised KeyError \('reward'\) for prompt 0:4:1, completion \[5"
+    with pytest.raises(DataError, match=raised):
         reward_fn(Prompt("0:4:1", [1]), [5])
     monkeypatch.setattr(Broken, "reward", lambda *_: None)
     reward_fn = load_rewards(source.prompts)
@@ -233,10 +229,8 @@ def test_prompts_repeat_and_stand_in_the_chat_template(tokenizer: Any) -> None:
     assert [one.prompt(3, i) for i in range(20)] == [other.prompt(3, i) for i in range(20)]
     assert len({one.prompt(3, i).text for i in range(20)}) > 10
     made = task(tokenizer, system_prompt="Be brief.").prompt(3, 0)
-    assert tokenizer.decode(made.token_ids) == (
-        f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{made.text}<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
+    turns = f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{made.text}<|im_end|>\n"
+    assert tokenizer.decode(made.token_ids) == f"{turns}<|im_start|>assistant\n"
     plain = task(tokenizer, template="plain").prompt(3, 0)
     assert tokenizer.decode(plain.token_ids) == plain.text == made.text
 

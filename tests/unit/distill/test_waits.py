@@ -64,9 +64,8 @@ def calls(tree: ast.Module, module: str) -> Iterator[tuple[str, str]]:
             function, inside = f"{module}.{node.name}", False
         if isinstance(node, ast.With):
             entered = [ast.unparse(item.context_expr) for item in node.items]
-            inside |= any(
-                re.match(rf"waits\.on\(|wait\(|self\.({'|'.join(named)})\(", text) for text in entered
-            )
+            wait = re.compile(rf"waits\.on\(|wait\(|self\.({'|'.join(named)})\(")
+            inside |= any(map(wait.match, entered))
         if isinstance(node, ast.Call) and not inside:
             text = ast.unparse(node)
             if WAITING.search(ast.unparse(node.func)) and text != "asyncio.sleep(0)":
