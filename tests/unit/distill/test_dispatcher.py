@@ -17,6 +17,7 @@ from small_config import make_config
 from started import begun
 from virtual_time import LONG
 
+from distill.aio import cancel
 from distill.buffer import Bound, Rules
 from distill.events import ErrorBudget, Events, Quarantined
 from distill.interfaces import Common, Components
@@ -31,17 +32,9 @@ from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import Phase, ReplicaPool
 from distill.rollout.validation import Validator
 from distill.waits import Waits, use
+from sync import wire
 from sync.base.errors import Overloaded, RemoteError
-from sync.wire import (
-    Generated,
-    GenerateFailed,
-    GeneratePrompt,
-    GenerateRequest,
-    Sampling,
-    Version,
-    Want,
-    pack,
-)
+from sync.wire import Generated, GenerateFailed, GenerateRequest, Sampling, Version, Want, pack
 
 pytestmark = pytest.mark.virtual_time
 
@@ -102,10 +95,13 @@ class Bench:
         use(Waits(self.timeline.blocked))
         tasks = [asyncio.create_task(part) for part in (self.pool.run(), self.lives.run())]
         yield
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
         self.record.store.close()
+
+    async def finishes(self) -> None:
+        """Run until all that the bound allows is completed."""
+        async with self.running():
+            await self.until(lambda: len(self.finished) == 16)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(600):
@@ -121,6 +117,19 @@ async def test_the_bound_decides_how_many_prompts_are_out(tmp_path: Path) -> Non
     assert bench.record.state.outstanding == len(bench.finished) == 16
     assert bench.finished[0].topk_ids is not None
     assert bench.finished[0].topk_ids.shape[1] == 2
+
+
+class Requested(MemoryReplica):
+    """Remembers what it was sent."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        self.requests.append(request)
+        async for answer in super().generate(request):
+            yield answer
 
 
 class StreamedPrompts(MemoryPrompts):
@@ -173,27 +182,15 @@ async def test_nothing_is_started_beyond_what_the_run_needs(tmp_path: Path) -> N
 
 
 async def test_requests_are_spread_over_replicas_within_their_bounds(tmp_path: Path) -> None:
-    sizes: list[tuple[int, int]] = []
-
-    class Counting(MemoryReplica):
-        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-            sizes.append((self.seed, len(request.prompts)))
-            async for answer in super().generate(request):
-                yield answer
-
-    bench = Bench(
-        tmp_path,
-        Counting(seed=0, token_seconds=0.002),
-        Counting(seed=1, token_seconds=0.002),
-        max_in_flight=4,
-    )
+    replicas = [Requested(seed=seed, token_seconds=0.002) for seed in range(2)]
+    bench = Bench(tmp_path, *replicas, max_in_flight=4)
     bench.dispatcher.paused.add("disk")
     async with bench.running():
         await bench.until(lambda: len(bench.pool.serving()) == 2)
         bench.dispatcher.paused.clear()
         bench.events.changed.wake()
-        await bench.until(lambda: len(sizes) >= 2)
-        assert sorted(sizes[:2]) == [(0, 4), (1, 4)]
+        await bench.until(lambda: all(replica.requests for replica in replicas))
+        assert [len(replica.requests[0].prompts) for replica in replicas] == [4, 4]
         assert all(replica.in_flight <= 4 for replica in bench.pool.replicas.values())
         await bench.until(lambda: len(bench.finished) == 16)
 
@@ -211,20 +208,15 @@ async def test_the_prompts_of_a_dead_replica_are_answered_by_another(tmp_path: P
 
 
 async def test_a_straggler_is_asked_again_later(tmp_path: Path) -> None:
-    class Stalled(MemoryReplica):
-        asked = 0
-
+    class Stalled(Requested):
         async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-            self.asked += 1
-            stalled = self.asked == 1
             async for answer in super().generate(request):
                 yield answer
-                if stalled:
+                if request is self.requests[0]:
                     await asyncio.sleep(60)
 
     bench = Bench(tmp_path, Stalled(), completion_timeout_seconds=0.05)
-    async with bench.running():
-        await bench.until(lambda: len(bench.finished) == 16)
+    await bench.finishes()
     assert bench.record.state.counters.requeued == {"straggler": 3}
 
 
@@ -233,10 +225,9 @@ class Slow(MemoryReplica):
 
     met: ClassVar[set[str]]
 
-    async def _complete(self, prompt: GeneratePrompt, request: GenerateRequest) -> Generated:
-        self.token_seconds = (
-            0.01 if int(prompt.id.split(":")[1]) % 3 == 0 and prompt.id not in self.met else 0.0
-        )
+    async def _complete(self, prompt: wire.GeneratePrompt, request: GenerateRequest) -> Generated:
+        slow = int(prompt.id.split(":")[1]) % 3 == 0 and prompt.id not in self.met
+        self.token_seconds = 0.01 * slow
         self.met.add(prompt.id)
         return await super()._complete(prompt, request)
 
@@ -249,8 +240,7 @@ async def test_what_the_time_limit_ends_is_kept_in_part_dropped_or_asked_again(
     replica = Slow(seed=3, longest=8)
     Slow.met = set()
     bench = Bench(tmp_path, replica, completion_timeout_seconds=0.035, on_timeout=policy)
-    async with bench.running():
-        await bench.until(lambda: len(bench.finished) == 16)
+    await bench.finishes()
     parts = [one for one in bench.finished if one.truncated and one.length < 8]
     counters = bench.record.state.counters
     if policy == "keep":
@@ -271,8 +261,7 @@ async def test_what_the_token_limit_ends_is_dropped_or_asked_again_unless_it_is_
     tmp_path: Path, policy: str
 ) -> None:
     bench = Bench(tmp_path, MemoryReplica(seed=1, longest=4), max_tokens=4, on_max_tokens=policy)
-    async with bench.running():
-        await bench.until(lambda: len(bench.finished) == 16)
+    await bench.finishes()
     assert not any(one.truncated for one in bench.finished)
     counters = bench.record.state.counters
     counted = counters.dropped if policy == "drop" else counters.requeued
@@ -285,8 +274,7 @@ async def test_a_prompt_that_always_reaches_a_limit_is_dropped_after_its_attempt
         return msgspec.structs.replace(answer, finish_reason="length") if answer.id == "0:3:0" else answer
 
     bench = Bench(tmp_path, MemoryReplica(spoil=lengthen), on_max_tokens="requeue", max_tokens=9)
-    async with bench.running():
-        await bench.until(lambda: len(bench.finished) == 16)
+    await bench.finishes()
     assert bench.record.state.counters.requeued == {"over_long": 5}
     assert bench.record.state.counters.dropped == {"over_long": 1}
 
@@ -301,27 +289,20 @@ async def test_a_completion_of_a_broken_group_is_not_scored(tmp_path: Path) -> N
     assert not bench.record.state.broken
 
 
-def refuse(error: RemoteError) -> MemoryReplica:
-    class Refusing(MemoryReplica):
-        refused = False
-
-        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-            if not self.refused:
-                self.refused = True
-                raise error
-            async for answer in super().generate(request):
-                yield answer
-
-    return Refusing()
-
-
 @pytest.mark.parametrize(
     ("error", "reason"), [(Overloaded("full", 0.01), "replica_busy"), (RemoteError("no"), "replica_lost")]
 )
 async def test_a_refused_request_is_sent_again(tmp_path: Path, error: RemoteError, reason: str) -> None:
-    bench = Bench(tmp_path, refuse(error))
-    async with bench.running():
-        await bench.until(lambda: len(bench.finished) == 16)
+    class Refusing(Requested):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+            if not self.requests:
+                self.requests.append(request)
+                raise error
+            async for answer in super().generate(request):
+                yield answer
+
+    bench = Bench(tmp_path, Refusing())
+    await bench.finishes()
     assert bench.record.state.counters.requeued == {reason: 4}
 
 
@@ -330,13 +311,8 @@ def spoiled(name: str, change: Callable[[Generated], Answer]) -> MemoryReplica:
 
 
 def empty(answer: Generated) -> Answer:
-    return msgspec.structs.replace(
-        answer,
-        token_ids=pack(np.zeros(0, "i4")),
-        logprob=pack(np.zeros(0, "f4")),
-        spans=[],
-        topk_ids=pack(np.zeros((0, 2), "i4")),
-    )
+    ids, logprob, topk = pack(np.zeros(0, "i4")), pack(np.zeros(0, "f4")), pack(np.zeros((0, 2), "i4"))
+    return msgspec.structs.replace(answer, token_ids=ids, logprob=logprob, spans=[], topk_ids=topk)
 
 
 def fail(answer: Generated) -> Answer:
@@ -347,20 +323,12 @@ def nan(answer: Generated) -> Answer:
     return msgspec.structs.replace(answer, logprob=pack(np.full(answer.logprob.shape, np.nan, "f4")))
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (fail, "engine_failed"),
-        (nan, "unusable"),
-        (empty, "empty"),
-    ],
-)
+@pytest.mark.parametrize(("change", "reason"), [(fail, "engine_failed"), (nan, "unusable"), (empty, "empty")])
 async def test_a_completion_that_cannot_be_used_is_dropped_with_a_reason(
     tmp_path: Path, change: Callable[[Generated], Answer], reason: str
 ) -> None:
     bench = Bench(tmp_path, spoiled("0:3:0", change))
-    async with bench.running():
-        await bench.until(lambda: len(bench.finished) == 16)
+    await bench.finishes()
     assert bench.record.state.counters.dropped == {reason: 1}
     assert bench.record.state.counters.issued == 17
 
@@ -373,8 +341,7 @@ async def test_a_completion_that_was_broken_off_is_asked_again(tmp_path: Path) -
         return msgspec.structs.replace(answer, finish_reason="abort") if len(broken) == 1 else answer
 
     bench = Bench(tmp_path, spoiled("0:3:0", abort_once))
-    async with bench.running():
-        await bench.until(lambda: len(bench.finished) == 16)
+    await bench.finishes()
     assert broken == ["0:3:0", "0:3:0"]
     assert bench.record.state.counters.requeued == {"aborted": 1}
 
@@ -391,26 +358,12 @@ async def test_a_paused_dispatcher_starts_nothing(tmp_path: Path) -> None:
 async def test_every_completion_is_rewarded_before_it_is_scored(tmp_path: Path) -> None:
     rewards = MemoryRewards(lambda prompt, ids: len(ids) + (prompt.answer == "gold") / 2)
     bench = Bench(tmp_path, MemoryReplica(), rewards=rewards)
-    async with bench.running():
-        await bench.until(lambda: len(bench.finished) == 16)
+    await bench.finishes()
     for rollout in bench.finished:
         assert rollout.reward == rollout.length + (rollout.source_prompt.answer == "gold") / 2
 
 
 # --- completions of an evaluation -------------------------------------------------------------------------
-
-
-class Requested(MemoryReplica):
-    """Remembers what it was sent."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.requests: list[GenerateRequest] = []
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-        self.requests.append(request)
-        async for answer in super().generate(request):
-            yield answer
 
 
 def pinned(bench: Bench, version: Version = Version(0, 0)) -> Pin:
@@ -423,9 +376,7 @@ def asked(bench: Bench, pin: Pin, count: int) -> list[asyncio.Task[Completion]]:
     return [asyncio.create_task(bench.dispatcher.complete(rollout, pin=pin)) for rollout in rollouts]
 
 
-async def test_completions_of_an_evaluation_go_to_its_replica_alone_and_count_for_no_room(
-    tmp_path: Path,
-) -> None:
+async def test_completions_of_an_evaluation_go_to_its_replica_alone_and_count_for_no_room(tmp_path) -> None:
     """In whole requests, with the sampling of their set, also while no rollout is started."""
     first, other = Requested(token_seconds=1.0), Requested(token_seconds=1.0)
     bench = Bench(tmp_path, first, other, request_size=4, max_in_flight=8)

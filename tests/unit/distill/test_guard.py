@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from small_config import make_config
 from small_record import apply
 from virtual_time import LONG
 
+from distill.aio import cancel
 from distill.buffer import Bound, Rules
 from distill.config import GuardConfig
 from distill.events import Quarantined
@@ -31,13 +33,7 @@ from sync.wire import BatchRequest, Heartbeat, StepReport, TrainerHello, Version
 
 pytestmark = pytest.mark.virtual_time
 
-GOOD = {
-    "loss": 1.0,
-    "grad_norm": 2.0,
-    "reverse_kl": 0.5,
-    "student_entropy": 0.6,
-    "truncation_rate": 0.1,
-}
+GOOD = {"loss": 1.0, "grad_norm": 2.0, "reverse_kl": 0.5, "student_entropy": 0.6, "truncation_rate": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +146,6 @@ async def test_a_rollback_trains_again_from_before_the_bad_steps_without_their_r
     assert report.dropped["rolled_back"] >= len(bad)
     resumed = controller(config(run={"steps": 12}))
     assert resumed.record.state.counters.dropped == made.record.state.counters.dropped
-    resumed.close()
 
 
 async def test_a_rollback_outlives_the_controller_that_decided_it(controller: Any, config: Any) -> None:
@@ -161,8 +156,7 @@ async def test_a_rollback_outlives_the_controller_that_decided_it(controller: An
         with pytest.raises(RemoteError, match="this one must leave"):
             await trainer.run()
         bad = {i for step in (7, 8) for i in trainer.ledger[0][step]}
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancel([running])
 
         back: list[Version | None] = []
         settings = config(run={"steps": 12}, guard=guard, trainer={"keep_checkpoints": 3})
@@ -181,9 +175,7 @@ async def test_a_rollback_outlives_the_controller_that_decided_it(controller: An
     assert not {i for ids in trainer.ledger[1].values() for i in ids} & bad
 
 
-async def test_beats_of_a_trainer_are_refused_once_it_was_sent_away_alone(
-    controller,
-) -> None:
+async def test_beats_of_a_trainer_are_refused_once_it_was_sent_away_alone(controller) -> None:
     """One that a controller which started anew has not welcomed yet may save a checkpoint."""
     made, beat = controller(), Heartbeat(version=Version(0, 3), rank=0)
     await made.record.open_lineage(None, "model")
@@ -193,17 +185,13 @@ async def test_beats_of_a_trainer_are_refused_once_it_was_sent_away_alone(
     made.session.roll_back(RolledBack(None, [], "bad"))
     with pytest.raises(RemoteError, match="this one must leave"):
         await made.session.event(beat)
-    made.close()
 
 
 async def test_a_stop_while_a_dead_trainer_is_started_again_waits_for_none(controller) -> None:
     made = controller()
     running = asyncio.create_task(made.run())
-    hello = TrainerHello(world_size=1, checkpoint=None, fingerprint="model", run="test")
-    welcome = await made.session.hello(hello)
-    asking = asyncio.create_task(
-        made.session.batch(BatchRequest(version=welcome.version, rank=0, world_size=1))
-    )
+    welcome = await made.session.hello(TrainerHello(1, None, "model", "test"))
+    asking = asyncio.create_task(made.session.batch(BatchRequest(welcome.version, 0, 1)))
     await asyncio.sleep(0)
     made.withhold("nothing is handed out")
     made.trainer_died()
@@ -238,40 +226,37 @@ def test_a_lineage_without_checkpoints_goes_back_to_the_model_folder_again() -> 
     assert retreat(state, 5, 2, "bad") == RolledBack(None, [], "bad")
 
 
+@asynccontextmanager
+async def both(run: Any, trainer: MemoryTrainer) -> AsyncIterator[None]:
+    """Until the run, which is stopped, has ended."""
+    async with asyncio.timeout(120):
+        tasks = [asyncio.create_task(run.run()), asyncio.create_task(trainer.run())]
+        yield
+        run.request_stop("enough")
+        await asyncio.gather(*tasks)
+
+
 async def test_a_run_whose_kept_checkpoints_may_all_be_bad_is_held(controller: Any, config: Any) -> None:
     guard = {"max_reverse_kl": 1.0, "patience": 2, "action": "rollback"}
     made, trainer = built(controller, config, guard, Hooks(set_back=lambda to: pytest.fail("no rollback")))
     trainer.checkpoint_every = 1
-    running, training = asyncio.create_task(made.run()), asyncio.create_task(trainer.run())
-    async with asyncio.timeout(120):
+    async with both(made, trainer):
         await until(lambda: made.dispatcher.paused)
-        made.request_stop("enough")
-        await asyncio.gather(training, running)
 
 
 async def test_a_held_run_hands_out_nothing_until_it_is_stopped(controller: Any, config: Any) -> None:
     made, trainer = built(controller, config, {"max_reverse_kl": 1.0, "patience": 1}, Hooks())
-    running = asyncio.create_task(made.run())
-    training = asyncio.create_task(trainer.run())
-    async with asyncio.timeout(120):
+    async with both(made, trainer):
         await until(lambda: made.dispatcher.paused)
         await asyncio.sleep(LONG)
         assert made.record.state.reached.step <= 8, "one batch was handed out before the report came"
-        made.request_stop("enough")
-        await training
-        await running
 
 
 async def test_what_is_put_aside_is_told_with_its_tokens(controller: Any, config: Any) -> None:
     seen: list[Quarantined] = []
     made = controller(config(rollout={"on_max_tokens": "drop"}), Hooks(quarantined=seen.append))
-    trainer = MemoryTrainer(made.session)
-    running = asyncio.create_task(made.run())
-    training = asyncio.create_task(trainer.run())
-    async with asyncio.timeout(120):
+    async with both(made, MemoryTrainer(made.session)):
         await until(lambda: bool(seen))
-        made.request_stop("enough")
-        await asyncio.gather(training, running)
     assert seen[0].reason == "over_long"
     assert seen[0].prompt.token_ids[1:] == [1, 2]
     assert len(seen[0].tokens) == 8
@@ -301,12 +286,18 @@ def working(teacher: float, trainer: float, waited_for: str) -> dict[str, float]
     )
 
 
+def said_once(advice: Advice, steps: int, bad: dict[str, float], good: dict[str, float]) -> str:
+    """The one line that is said after so many bad steps in a row, where a good one begins the count anew."""
+    said = [advice.look(figures) for figures in [*[bad] * (steps - 1), good, *[bad] * steps]]
+    assert said[:-1] == [[]] * (2 * steps - 1)
+    (line,) = said[-1]
+    return line
+
+
 def test_completions_that_never_end_are_said_once_and_one_that_ends_begins_the_count_anew() -> None:
     advice = Advice(make_config(rollout={"max_tokens": 7}))
     cut, ended = {"train/truncation_rate": 1.0}, {"train/truncation_rate": 0.99}
-    said = [advice.look(figures) for figures in [*[cut] * (CUT_OFF_STEPS - 1), ended, *[cut] * CUT_OFF_STEPS]]
-    assert said[:-1] == [[]] * (2 * CUT_OFF_STEPS - 1)
-    (line,) = said[-1]
+    line = said_once(advice, CUT_OFF_STEPS, cut, ended)
     assert "of the last 5 steps was cut off at rollout.max_tokens = 7" in line
     assert advice.look(cut) == []
     assert advice.given == [line]
@@ -314,22 +305,17 @@ def test_completions_that_never_end_are_said_once_and_one_that_ends_begins_the_c
 
 def test_rewards_that_are_all_the_same_are_said_where_they_are_learned_from() -> None:
     same, spread = ({"train/reward_mean": 0.5, "train/reward_std": std} for std in (0.0, 0.1))
-    figures = [*[same] * (ALIKE_STEPS - 1), spread, *[same] * ALIKE_STEPS]
     rewarded, other = Advice(make_config(objective={"type": "full", "task": {}})), Advice(make_config())
-    said = [rewarded.look(step) for step in figures]
-    assert said[:-1] == [[]] * (2 * ALIKE_STEPS - 1)
-    (line,) = said[-1]
+    line = said_once(rewarded, ALIKE_STEPS, same, spread)
     assert "every rollout of the last 5 steps had the reward 0.5, from which nothing is learned" in line
-    assert [other.look(step) for step in figures] == [[]] * len(figures)
+    assert [other.look(same) for _ in range(2 * ALIKE_STEPS)] == [[]] * 2 * ALIKE_STEPS
 
 
 def test_a_student_that_ends_far_less_often_than_its_teacher_is_told_the_remedy() -> None:
     advice = Advice(make_config(objective={"type": "full"}))
     lost = {"train/student_end": 4.5e-5, "train/teacher_end": 3.1e-3}
     kept = lost | {"train/student_end": LITTLE_END * 3.1e-3}
-    said = [advice.look(figures) for figures in [*[lost] * (END_STEPS - 1), kept, *[lost] * END_STEPS]]
-    assert said[:-1] == [[]] * (2 * END_STEPS - 1)
-    (line,) = said[-1]
+    line = said_once(advice, END_STEPS, lost, kept)
     assert "of 4.5e-05 at a token, and for its teacher one of 3.1e-03" in line
     assert "try a forward term (objective.forward = 1)" in line
     assert advice.look({"train/student_end": 0.0}) == [], "a teacher that sends no scores for it"
@@ -343,9 +329,7 @@ def test_a_student_that_ends_far_less_often_than_its_teacher_is_told_the_remedy(
 
 def test_a_student_whose_held_out_completions_end_less_often_than_chance_explains_is_told_once() -> None:
     advice = Advice(make_config(evaluation={"prompts": 64}))
-    by_chance, fewer = (
-        {"eval/ended": e, "eval/reference/ended": r} for e, r in ((0.0625, 0.15), (0.0625, 0.5))
-    )
+    by_chance, fewer = ({"eval/ended": 0.0625, "eval/reference/ended": theirs} for theirs in (0.15, 0.5))
     said = [advice.look(figures) for figures in [*[by_chance] * FIRST_STEPS, fewer, fewer]]
     assert said[:-2] == [[]] * FIRST_STEPS
     assert "held-out completions 6.2% end by themselves, and of the teacher's own 50.0%" in said[-2][0]

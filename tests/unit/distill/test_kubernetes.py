@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import jsonschema
 import pytest
 import yaml
+from command import left
 from ports import free_port
 from reference import parsed
+from waiting import until
 
-from distill.cli.main import main
 from distill.config import RunConfig
 from distill.config.loading import load, validate
 from distill.launch import single_role
@@ -203,9 +204,8 @@ def test_every_role_has_its_pods_and_their_gpus() -> None:
     assert {name: (job["parallelism"], limits[name]) for name, job in found.jobs.items()} == COUNTS
     assert all(job["completions"] == job["parallelism"] for job in found.jobs.values())
     placed = needs(load(Path("run.toml")), gpus=True)
-    assert sum(need.gpus * need.nodes for need in placed) == sum(
-        pods * gpus for pods, gpus in COUNTS.values()
-    )
+    gpus = sum(pods * gpus for pods, gpus in COUNTS.values())
+    assert sum(need.gpus * need.nodes for need in placed) == gpus
     without = rendered(target=Target("image", gpus=False))
     assert "nvidia.com/gpu" not in without.text
 
@@ -217,13 +217,10 @@ def test_the_command_line_takes_every_command_of_a_pod() -> None:
     served = {"controller": "control", "trainer": "train", "teacher-itself": "teacher"}
     served |= {"teacher-big-one": "teacher", "environment-guess": "environment"}
     served |= {"evaluation-replica": "student"}
-    assert {name: command for name, (command, _) in commands.items()} == {
-        name: served.get(name, name) for name in COUNTS
-    }
+    assert {name: it[0] for name, it in commands.items()} == {name: served.get(name, name) for name in COUNTS}
     assert commands["teacher-big-one"][1]["name"] == "big_one"
-    assert [name for name, (_, options) in commands.items() if options.get("evaluation")] == [
-        "evaluation-replica"
-    ]
+    evaluating = [name for name, (_, options) in commands.items() if options.get("evaluation")]
+    assert evaluating == ["evaluation-replica"]
     assert commands["student"][1]["index"] == commands["trainer"][1]["node"] == 1
     url = "http://every-role-controller-0-0.every-role:8000"  # pod 0 of job 0, in the JobSet's subdomain
     assert {options.get("controller") for _, options in commands.values()} == {None, url}
@@ -237,9 +234,8 @@ def test_servers_answer_health_where_kubernetes_asks() -> None:
         port = parsed(found.words(name)).get("port", 8000)  # the controller's is in its file
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert one[probe]["httpGet"] == {"path": "/health", "port": port}
-        times = {
-            key: one[key]["failureThreshold"] * one[key]["periodSeconds"] for key in one if "Probe" in key
-        }
+        probes = {key: one[key] for key in one if "Probe" in key}
+        times = {key: probe["failureThreshold"] * probe["periodSeconds"] for key, probe in probes.items()}
         assert times == {"startupProbe": 610, "readinessProbe": 10, "livenessProbe": 50}
     assert not [key for key in found.container("trainer") if "Probe" in key]
     assert "livenessProbe" not in rendered("run.health_timeout_seconds=0").text
@@ -263,8 +259,7 @@ def test_a_pod_that_is_told_to_end_is_not_done(tmp_path: Path) -> None:
     role = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); "
     role += f"open({str(begun)!r}, 'w').close(); time.sleep(60)"
     process = subprocess.Popen([*command, sys.executable, "-c", role])
-    while not begun.exists():
-        assert process.poll() is None
+    until(begun.exists)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 143
     assert subprocess.run([*command, "sh", "-c", "exit 7"], timeout=30).returncode == 7
@@ -363,9 +358,7 @@ def test_a_rendering_is_the_same_twice() -> None:
 
 def test_the_token_is_in_the_secret_alone_and_the_file_is_for_its_owner() -> None:
     arguments = ["kubernetes", "run.toml", "--image", "image", "--out", "out.yaml", "--secret", "keys"]
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert left.value.code == 0
+    assert left(*arguments) == 0
     text = Path("out.yaml").read_text()
     assert Path("out.yaml").stat().st_mode & 0o777 == 0o600
     assert text.count(TOKEN) == 1
@@ -428,12 +421,9 @@ def test_what_pods_would_not_find_is_refused_by_name(override: str, named: str, 
     assert len(told.splitlines()) == 2  # the first says what follows
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_every_problem_is_told_at_once_and_keys_that_contradict_each_other_are_one() -> None:
     told = refused("run.share_gpus=true", "trainer.devices='0,1'", "prompts.parts.rows.path='none.jsonl'")
     assert len(told.splitlines()) == 4
-
-
-def test_keys_that_contradict_each_other_are_refused_before_there_are_pods() -> None:
     assert "name the other's data sources" in refused("teachers.third={path = 'Qwen/Qwen3-8B'}")
 
 
@@ -444,17 +434,17 @@ def test_paths_of_pods_are_left_as_they_are() -> None:
     assert found.mounts("trainer")["/mnt/team/runs"] == "persistentVolumeClaim"
 
 
-def test_a_server_that_is_reached_by_url_has_no_pod() -> None:
-    found = rendered("teachers.big_one.urls=['http://teacher:8000']")
-    assert found.jobs.keys() == COUNTS.keys() - {"teacher-big-one"}
-
-
-def test_one_replica_is_called_as_several_are() -> None:
-    assert "student" in rendered("student.replicas=1").jobs
-
-
-def test_the_trainer_has_pods_whoever_starts_it() -> None:
-    assert "trainer" in rendered("controller.trainer='external'").jobs
+@pytest.mark.parametrize(
+    ("override", "without"),
+    [
+        ("teachers.big_one.urls=['http://teacher:8000']", {"teacher-big-one"}),
+        ("student.replicas=1", set()),
+        ("controller.trainer='external'", set()),
+    ],
+    ids=["a server that is reached by URL has none", "one replica", "a trainer whoever starts it"],
+)
+def test_every_other_job_has_its_pods_whatever_is_set(override: str, without: set[str]) -> None:
+    assert rendered(override).jobs.keys() == COUNTS.keys() - without
 
 
 def test_the_configuration_of_this_test_has_every_section_with_processes() -> None:
@@ -467,13 +457,8 @@ def test_the_example_with_each_role_alone_goes_there_as_it_is(monkeypatch: pytes
     text = render(Path("configs/examples/each_role_alone.toml"), [], Target("image"))
     objects = {one["kind"]: one for one in yaml.safe_load_all(text)}
     jobs = objects["JobSet"]["spec"]["replicatedJobs"]
-    assert [one["name"] for one in jobs] == [
-        "controller",
-        "student",
-        "teacher-teacher",
-        "evaluator",
-        "trainer",
-    ]
+    names = ["controller", "student", "teacher-teacher", "evaluator", "trainer"]
+    assert [one["name"] for one in jobs] == names
     jsonschema.Draft7Validator(closed(SCHEMA["JobSet"])).validate(objects["JobSet"])
 
 
@@ -496,10 +481,9 @@ def test_a_role_waits_until_the_controller_has_a_name(monkeypatch: pytest.Monkey
     assert asked == ["http://controller:8000"] * 3
     assert config.student.host == config.teachers["itself"].host == "10.0.0.7"
     asked.clear()
+    impatient = load(Path("run.toml"), ["run.start_seconds=1e-9"])
     with pytest.raises(ConfigError, match="unknown name"):
-        single_role.joining(
-            load(Path("run.toml"), ["run.start_seconds=1e-9"]), None, "http://controller:8000"
-        )
+        single_role.joining(impatient, None, "http://controller:8000")
 
 
 def test_a_role_takes_the_port_that_it_is_told() -> None:

@@ -15,6 +15,7 @@ from small_config import make_config
 from small_record import apply
 from virtual_time import LONG
 
+from distill.aio import cancel
 from distill.buffer import Bound, Lineage, Rules
 from distill.conclusion import compare_weights
 from distill.events import ErrorBudget, Events, Membership, Stalled
@@ -64,18 +65,8 @@ class World:
     def broadcast(self, step: int, lineage: int = 0, attempt: str | None = None) -> Audience:
         """Announce and record one, as TrainerSession does."""
         version = Version(lineage, step)
-        audience = self.broadcasts.announce(
-            Published(
-                version=version,
-                kind="broadcast",
-                bytes=1,
-                full_bytes=1,
-                seconds=0.0,
-                rendezvous="h:1",
-                attempt=attempt,
-            ),
-            ending=True,
-        )
+        announced = Published(version, "broadcast", 1, 1, 0.0, "h:1", attempt)
+        audience = self.broadcasts.announce(announced, ending=True)
         self.record(version, "broadcast")
         return audience
 
@@ -98,8 +89,7 @@ class World:
         task = asyncio.create_task(self.pool.run())
         await self.until(lambda: len(self.serving()) == serving or not serving)
         yield
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel([task])
         assert task.cancelled()
         await self.broadcasts.close()
 
@@ -343,18 +333,16 @@ async def test_a_lost_member_is_known_at_once_with_its_reason() -> None:
             await self.pass_time(60.0)
             return await super().update(request, timeout)
 
-    class Lying(MemoryReplica):
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            reply = await super().update(request, timeout)
-            return msgspec.structs.replace(reply, version=Version(0, 7))
+    class Altered(MemoryReplica):
+        """Its answer to an update has other fields."""
 
-    class Ahead(MemoryReplica):
         async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            reply = await super().update(request, timeout)
-            return msgspec.structs.replace(reply, bytes_read=0)
+            return msgspec.structs.replace(await super().update(request, timeout), **self.fields)
 
+    lying, ahead = Altered(), Altered()
+    lying.fields, ahead.fields = {"version": Version(0, 7)}, {"bytes_read": 0}
     hanging, refusing = Hanging(), MemoryReplica(refusal=lambda _: "the sender gave up")
-    world = World(hanging=hanging, refusing=refusing, ahead=Ahead(), well=MemoryReplica(), lying=Lying())
+    world = World(hanging=hanging, refusing=refusing, ahead=ahead, well=MemoryReplica(), lying=lying)
     async with world.running(5):
         group = world.broadcast(1).group
         lost = lambda: world.broadcasts.lost_members(group)  # noqa: E731
@@ -385,10 +373,8 @@ async def test_a_replica_that_refuses_an_update_is_sent_nothing_until_it_takes_t
             await asyncio.sleep(LONG)
             assert [replica.name for replica in world.pool.able()] == ["a"]
         assert full.version == Version(0, 1)
-        told = (
-            "full stays at L000-v00000001 and gets no prompts until it takes the newest version: see its log"
-        )
-        assert sum(told in said for said in world.said) == 1
+        rule = "gets no prompts until it takes the newest version: see its log"
+        assert sum(f"full stays at L000-v00000001 and {rule}" in said for said in world.said) == 1
         full.refusal = lambda _: ""
         await world.until(lambda: len(world.pool.able()) == 2)
         assert world.oldest() == Version(0, 4)
@@ -533,8 +519,7 @@ async def test_equal_weights_are_proven_by_digests(planted: bool) -> None:
 
     world = World(a=Altered(), b=MemoryReplica())
     async with world.running(2):
-        final = Version(0, 9)
-        proof = await compare_weights(world.pool, last(final))
+        proof = await compare_weights(world.pool, last(Version(0, 9)))
     assert proof == {"a": not planted, "b": True}
 
 
@@ -547,8 +532,7 @@ async def test_replicas_that_are_away_are_named_as_not_compared() -> None:
 
     world = World(here=MemoryReplica(), dying=Dying(), gone=MemoryReplica(up=False))
     async with world.running(2):
-        final = Version(0, 9)
-        found = await compare_weights(world.pool, last(final))
+        found = await compare_weights(world.pool, last(Version(0, 9)))
     assert found == {"here": True, "dying": None, "gone": None}
     figures = identity(found)
     assert (figures["weights_identical"], figures["weights_missing"]) == (None, ["dying", "gone"])
@@ -639,20 +623,27 @@ class Hanging(MemoryReplica):
         raise AssertionError("nobody waits so long")
 
 
-async def test_a_replica_that_stalls_in_an_update_is_lost() -> None:
-    world = World(0.2, a=Hanging())
-    async with world.running(1):
-        world.pool.replicas["a"].in_flight = 1
-        world.publish(Version(0, 1))
-        await world.until(lambda: world.stalled == ["a"])
-        await world.until(lambda: world.pool.replicas["a"].phase is Phase.CATCHING_UP)
+class Uncounted(Hanging):
+    """Its engine keeps no count of tokens."""
+
+    async def state(self, digests: bool = False) -> ReplicaState:
+        return ReplicaState(version=self.version, requests=1)
 
 
-async def test_a_replica_that_hangs_in_an_update_with_nothing_to_generate_is_lost_each_time() -> None:
-    world = World(0.2, a=Hanging())
+@pytest.mark.parametrize(
+    ("engine", "in_flight"),
+    [(Hanging, 1), (Hanging, 0), (Uncounted, 0)],
+    ids=["busy", "idle", "without a count"],
+)
+async def test_a_replica_that_hangs_in_an_update_is_lost_each_time(
+    engine: type[Hanging], in_flight: int
+) -> None:
+    world = World(0.2, a=engine())
     async with world.running(1):
+        world.pool.replicas["a"].in_flight = in_flight
         world.publish(Version(0, 1))
         await world.until(lambda: world.stalled == ["a", "a"])
+        await world.until(lambda: world.pool.replicas["a"].phase is Phase.CATCHING_UP)
 
 
 async def test_a_replica_that_is_not_there_or_is_starting_is_not_stalled() -> None:
@@ -694,20 +685,6 @@ async def test_a_replica_that_is_started_again_in_an_update_is_not_stalled() -> 
         world.publish(Version(0, 1))
         await world.until(lambda: restarted.looks > 20)
         assert world.stalled == []
-
-
-class Uncounted(Hanging):
-    """Its engine keeps no count of tokens."""
-
-    async def state(self, digests: bool = False) -> ReplicaState:
-        return ReplicaState(version=self.version, requests=1)
-
-
-async def test_a_replica_without_a_count_that_hangs_in_an_update_is_lost() -> None:
-    world = World(0.2, a=Uncounted())
-    async with world.running(1):
-        world.publish(Version(0, 1))
-        await world.until(lambda: world.stalled == ["a"])
 
 
 @pytest.mark.parametrize("idle", [True, False])
@@ -773,8 +750,7 @@ async def test_the_model_folder_stands_for_step_0_of_every_lineage() -> None:
 
 
 async def test_without_a_serving_replica_nothing_is_held_and_a_lost_one_is_reported() -> None:
-    engine = MemoryReplica()
-    engine.up = False
+    engine = MemoryReplica(up=False)
     world = World(a=engine)
     async with world.running():
         with pytest.raises(Unreachable, match="no replica serves that could generate with L000-v00000000"):
@@ -821,8 +797,7 @@ async def test_a_replica_for_evaluations_alone_is_brought_to_their_versions_and_
         world.publish(Version(0, 3))
         await asyncio.sleep(LONG)
         assert own.updates == [Version(0, 1), Version(0, 2)]
-        final = FinalDigests(version=Version(0, 3), digests=weights_of(Version(0, 3)))
-        assert await compare_weights(world.pool, final) == {"a": True}
+        assert await compare_weights(world.pool, last(Version(0, 3))) == {"a": True}
         own.up = False
         world.pool.report_lost(held)
         with pytest.raises(Unreachable, match=r"evaluation\.replica does not serve, which could generate"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_config import LEAST
 
 from distill.config.loading import load_run_dir, merge, validate
 from distill.evaluation.service import keep_best
@@ -26,19 +27,7 @@ from sync.wire.server import join_port
 
 
 def config(tmp_path: Path, **more: Any):
-    least = {
-        "run": {"name": "x", "steps": 3, "folder": str(tmp_path)},
-        "student": {"path": "s"},
-        "teachers": {"t": {"path": "t"}},
-        "prompts": {"type": "task", "task": "sort_letters"},
-        "rollout": {"max_tokens": 12},
-        "trainer": {"deepspeed": "x.json"},
-    }
-    return validate(merge(least, more), "x")
-
-
-def begin(folder: RunFolder) -> None:
-    (folder.path / "run.db").write_text("x")
+    return validate(merge(LEAST, {"run": {"folder": str(tmp_path)}} | more), "x")
 
 
 def test_a_second_run_in_the_same_folder_is_refused_with_the_first_ones_process(tmp_path: Path) -> None:
@@ -60,7 +49,7 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
 
 def test_a_folder_with_a_run_is_only_entered_to_resume_it(tmp_path: Path) -> None:
     with RunFolder.open(config(tmp_path), resume=False) as folder:
-        begin(folder)
+        (folder.path / "run.db").touch()
     with pytest.raises(ConfigError, match="go on with --resume"):
         RunFolder.open(config(tmp_path), resume=False)
     RunFolder.open(config(tmp_path), resume=True).close()
@@ -76,13 +65,10 @@ def test_an_earlier_quickstart_makes_room_unless_it_never_began(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["x.1"]
 
 
-def test_there_is_nothing_to_resume_in_a_new_folder_and_none_is_made(tmp_path: Path) -> None:
+def test_there_is_nothing_to_resume_in_a_new_folder_and_one_that_cannot_be_made_is_named(tmp_path) -> None:
     with pytest.raises(ConfigError, match="no run to resume"):
         RunFolder.open(config(tmp_path), resume=True)
     assert not (tmp_path / "x").exists()
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot be made \(Not a directory\)"):
         RunFolder.open(config(tmp_path / "file"), resume=False)
@@ -102,24 +88,13 @@ def test_the_configuration_is_kept_without_secrets_and_can_be_read_again(tmp_pat
     assert load_run_dir(tmp_path / "x").run == settings.run
 
 
-def test_a_port_in_use_is_named_with_its_setting() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
+def test_a_port_in_use_and_an_address_of_another_machine_are_named_with_their_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, Ports() as ports:
         number = server.getsockname()[1]
-        with (
-            Ports() as ports,
-            pytest.raises(ConfigError, match=rf"student\.port: port {number} of 127.0.0.1 is in use"),
-        ):
+        with pytest.raises(ConfigError, match=rf"student\.port: port {number} of 127.0.0.1 is in use"):
             ports.take("127.0.0.1", number, "student.port")
-
-
-def test_an_address_of_another_machine_is_refused() -> None:
-    with (
-        Ports() as ports,
-        pytest.raises(ConfigError, match=r"student\.port: cannot listen on 203\.0\.113\.1"),
-    ):
-        ports.take("203.0.113.1", 0, "student.port")
+        with pytest.raises(ConfigError, match=r"student\.port: cannot listen on 203\.0\.113\.1"):
+            ports.take("203.0.113.1", 0, "student.port")
 
 
 def test_no_port_is_handed_out_twice_and_all_can_be_bound_afterwards() -> None:

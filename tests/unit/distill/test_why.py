@@ -15,7 +15,6 @@ from episodes import GuessEnvironment
 from in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
 
 from distill.aio import cancel
-from distill.config import RunConfig
 from distill.controller import Controller
 from distill.interfaces import Hooks
 from distill.prompts.sources import EnvironmentSource
@@ -23,17 +22,11 @@ from distill.prompts.stream import PromptStream
 from distill.record.store import Store
 from distill.waits import ROOT_SECONDS
 from sync.base.errors import Overloaded, RemoteError
-from sync.wire import (
-    EVALUATION_ID,
-    GenerateRequest,
-    Heartbeat,
-    UpdateReply,
-    UpdateRequest,
-    Version,
-)
+from sync.wire import EVALUATION_ID, GenerateRequest, Heartbeat, UpdateReply, UpdateRequest, Version
 
 pytestmark = pytest.mark.virtual_time
 STEPS = {"steps": 10_000}
+BATCH = "trainer waits for batch.*"
 
 
 @asynccontextmanager
@@ -76,9 +69,7 @@ class Stopped(MemoryTeacher):
         return await super().score(*arguments, **more)
 
 
-async def test_a_stopped_teacher(
-    controller: Callable[..., Controller], config: Callable[..., RunConfig]
-) -> None:
+async def test_a_stopped_teacher(controller, config) -> None:
     teacher = Stopped()
     run = controller(config(run=STEPS), teachers={"t": teacher})
     async with standing_still(run, lambda: setattr(teacher, "stopped", True)) as lines:
@@ -88,7 +79,7 @@ async def test_a_stopped_teacher(
 
 
 async def test_a_teacher_that_answers_nothing_for_long_is_started_again_and_people_are_told(
-    controller: Callable[..., Controller], config: Callable[..., RunConfig]
+    controller, config
 ) -> None:
     teacher, stalled, alerts = Stopped(), list[str](), list[str]()
     hooks = Hooks(stalled=stalled.append, alert=lambda title, text: alerts.append(f"{title}: {text}"))
@@ -101,9 +92,7 @@ async def test_a_teacher_that_answers_nothing_for_long_is_started_again_and_peop
     assert re.fullmatch(r"the run stands still: scoring waits 9\d\d s for teacher t: 4 rollouts", alerts[-1])
 
 
-async def test_a_full_disk(
-    controller: Callable[..., Controller], config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+async def test_a_full_disk(controller, config, tmp_path: Path) -> None:
     run = controller(config(run=STEPS), store=Store(tmp_path, "never", retry_seconds=5.0))
 
     def full(forced: bool) -> None:
@@ -139,19 +128,49 @@ class Troubled(MemoryReplica):
         return await super().update(request, timeout)
 
 
-async def test_a_slow_store(controller: Callable[..., Controller], config: Callable[..., RunConfig]) -> None:
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [
+        ("full", ["← dispatcher waits for room: r0 refused a request and is asked again soon"]),
+        ("long", ["← generation waits for r0: 4 of 4 completions.*"]),
+        (
+            "refuses",
+            [BATCH, r"← dispatcher waits for room: r0 refuses updates \(the disk of its mirror is full\)"],
+        ),
+        (
+            "slow store",
+            [
+                BATCH,
+                r"← dispatcher waits for room: r0 is at L000-v\d+",
+                r"← r0 waits for the store: it loads L000-v\d+",
+            ],
+        ),
+        (
+            "long for evaluations",
+            [
+                BATCH,
+                "← dispatcher waits for room: r0 is held",
+                r"← r0 waits for evaluation: it is held at L000-v\d+",
+                r"← evaluation waits for r0: completions of L000-v\d+",
+                "← generation waits for r0: .*",
+            ],
+        ),
+    ],
+)
+async def test_a_replica_in_trouble(controller, config, trouble: str, told: list[str]) -> None:
+    """The last lines of the chain; from the trainer's own on, where that is named."""
     replica = Troubled()
-    run = controller(config(run=STEPS), replicas={"r0": replica})
-    async with standing_still(run, lambda: setattr(replica, "trouble", "slow store")) as lines:
-        first, room, last = chain(lines)
-        assert first.startswith("trainer waits for batch")
-        assert re.fullmatch(r"← dispatcher waits for room: r0 is at L000-v\d+", room)
-        assert re.fullmatch(r"← r0 waits for the store: it loads L000-v\d+", last)
+    evaluator = MemoryEvaluator() if "evaluations" in trouble else None
+    settings = config(run=STEPS, rollout={"stall_timeout_seconds": 600})
+    run = controller(settings, replicas={"r0": replica}, evaluator=evaluator)
+    async with standing_still(run, lambda: setattr(replica, "trouble", trouble)) as lines:
+        found = chain(lines)
+        assert told[0] != BATCH or len(found) == len(told)
+        for line, expected in zip(found[-len(told) :], told, strict=True):
+            assert re.fullmatch(expected, line)
 
 
-async def test_a_trainer_in_its_checkpoint(
-    controller: Callable[..., Controller], config: Callable[..., RunConfig]
-) -> None:
+async def test_a_trainer_in_its_checkpoint(controller, config) -> None:
     run = controller(config(run=STEPS))
     trainer = MemoryTrainer(run.session, step_seconds=0.1)
 
@@ -168,9 +187,7 @@ async def test_a_trainer_in_its_checkpoint(
         ]
 
 
-async def test_an_environment_that_sleeps(
-    controller: Callable[..., Controller], config: Callable[..., RunConfig]
-) -> None:
+async def test_an_environment_that_sleeps(controller, config) -> None:
     environment = GuessEnvironment()
     settings = config(
         run=STEPS, environments={"guess": {"environment": "tests:guess"}}, rollout={"max_tokens": 2},
@@ -186,9 +203,7 @@ async def test_an_environment_that_sleeps(
         assert re.fullmatch(r"← play waits for environment guess: episode \S+ \(and \d+ more\)", last)
 
 
-async def test_all_replicas_gone(
-    controller: Callable[..., Controller], config: Callable[..., RunConfig]
-) -> None:
+async def test_all_replicas_gone(controller, config) -> None:
     replicas = {f"r{n}": MemoryReplica(seed=n, token_seconds=0.01) for n in range(2)}
     run = controller(config(run=STEPS), replicas=replicas)
     async with standing_still(run, lambda: [replica.die() for replica in replicas.values()]) as lines:
@@ -198,53 +213,7 @@ async def test_all_replicas_gone(
         assert re.fullmatch(r"← r\d waits for the process at memory", process)
 
 
-async def test_a_replica_that_refuses_requests(
-    controller: Callable[..., Controller], config: Callable[..., RunConfig]
-) -> None:
-    replica = Troubled()
-    run = controller(config(run=STEPS), replicas={"r0": replica})
-    async with standing_still(run, lambda: setattr(replica, "trouble", "full")) as lines:
-        assert chain(lines)[-1] == "← dispatcher waits for room: r0 refused a request and is asked again soon"
-
-
-async def test_a_replica_that_is_behind(
-    controller: Callable[..., Controller], config: Callable[..., RunConfig]
-) -> None:
-    replica = Troubled()
-    run = controller(config(run=STEPS), replicas={"r0": replica})
-    async with standing_still(run, lambda: setattr(replica, "trouble", "refuses")) as lines:
-        first, room = chain(lines)
-        assert first.startswith("trainer waits for batch")
-        assert room == "← dispatcher waits for room: r0 refuses updates (the disk of its mirror is full)"
-
-
-async def test_a_replica_that_answers_nothing(
-    controller: Callable[..., Controller], config: Callable[..., RunConfig]
-) -> None:
-    replica = Troubled()
-    run = controller(config(run=STEPS, rollout={"stall_timeout_seconds": 600}), replicas={"r0": replica})
-    async with standing_still(run, lambda: setattr(replica, "trouble", "long")) as lines:
-        assert chain(lines)[-1].startswith("← generation waits for r0: 4 of 4 completions")
-
-
-async def test_the_only_replica_held_for_an_evaluation(
-    controller: Callable[..., Controller], config: Callable[..., RunConfig]
-) -> None:
-    replica = Troubled()
-    settings = config(run=STEPS, rollout={"stall_timeout_seconds": 600})
-    run = controller(settings, replicas={"r0": replica}, evaluator=MemoryEvaluator())
-    async with standing_still(run, lambda: setattr(replica, "trouble", "long for evaluations")) as lines:
-        first, room, held, completions, last = chain(lines)
-        assert first.startswith("trainer waits for batch")
-        assert room == "← dispatcher waits for room: r0 is held"
-        assert re.fullmatch(r"← r0 waits for evaluation: it is held at L000-v\d+", held)
-        assert re.fullmatch(r"← evaluation waits for r0: completions of L000-v\d+", completions)
-        assert last.startswith("← generation waits for r0: ")
-
-
-async def test_nothing_to_wait_for(
-    controller: Callable[..., Controller], config: Callable[..., RunConfig]
-) -> None:
+async def test_nothing_to_wait_for(controller, config) -> None:
     run = controller(config(run=STEPS))
     trainer = MemoryTrainer(run.session, step_seconds=1.0)
     async with standing_still(run, lambda: None, trainer) as lines:
