@@ -20,10 +20,13 @@ from in_memory import (
     MemoryTeacher,
     MemoryTrainer,
     fetching,
+    rows_in,
 )
 from recorded import rollouts_of
+from started import killed_after, to_the_end
 
 from distill import events
+from distill.aio import cancel
 from distill.controller import Controller
 from distill.events import Quarantined
 from distill.interfaces import Hooks
@@ -34,39 +37,13 @@ from distill.record.audit import AuditReport
 from distill.record.reader import ask
 from distill.record.store import Store
 from distill.scoring import seed_of
+from sync import wire
 from sync.base.errors import DataError
-from sync.wire import (
-    Generated,
-    GeneratePrompt,
-    GenerateRequest,
-    Published,
-    Rows,
-    Stop,
-    TeacherCompletion,
-    TeacherPrompt,
-    TrainBatch,
-    TrainerHello,
-    Version,
-    VersionSpan,
-    Want,
-    pack,
-    unpack,
-)
+from sync.wire import Generated, GeneratePrompt, GenerateRequest, Published, TrainBatch, Version, Want, unpack
 
 pytestmark = pytest.mark.virtual_time
 LEARNED = 50
 """Steps in which an adaptive depth has found its level."""
-
-
-async def complete(controller: Controller, trainer: MemoryTrainer) -> dict[str, Any]:
-    running = asyncio.create_task(controller.run())
-    training = asyncio.create_task(trainer.run())
-    done, _ = await asyncio.wait([running, training], return_when=asyncio.FIRST_COMPLETED, timeout=600)
-    for task in done:
-        task.result()
-    stop = await asyncio.wait_for(training, 60)
-    assert isinstance(stop, Stop)
-    return await asyncio.wait_for(running, 60)
 
 
 async def test_every_event_has_a_handler(controller) -> None:
@@ -74,17 +51,15 @@ async def test_every_event_has_a_handler(controller) -> None:
     kinds = {kind for kind in public if isinstance(kind, type) and hasattr(kind, "_fields")}
     run = controller()
     assert {kind.__name__ for kind in kinds} <= {kind.__name__ for kind in run.events._handlers}
-    run.close()
 
 
 async def test_an_asynchronous_run_trains_every_step_and_accounts_for_every_rollout(controller) -> None:
     run = controller()
     trainer = MemoryTrainer(run.session, ranks=2)
-    summary = await complete(run, trainer)
+    summary = await to_the_end(run, trainer)
 
     assert [version.step for version in trainer.batches] == [0, 1, 2, 3, 4, 5]
-    trained = [i for ids in trainer.ledger[0].values() for i in ids]
-    assert len(trained) == len(set(trained)) == 6 * 8
+    assert len(trainer.trained) == len({*trainer.trained}) == 6 * 8
     assert summary["steps"] == 6
     assert summary["stop_reason"] == "all steps are done"
     assert summary["rollout"]["batched"] == 48
@@ -100,7 +75,7 @@ async def test_an_asynchronous_run_trains_every_step_and_accounts_for_every_roll
 async def test_metrics_say_what_each_teacher_was_asked_and_how_long_it_took(controller) -> None:
     teacher = MemoryTeacher()
     run = controller(teachers={"t": teacher})
-    await complete(run, MemoryTrainer(run.session))
+    await to_the_end(run, MemoryTrainer(run.session))
     teacher.counters.seconds, teacher.counters.tokens = 3.0 * teacher.counters.requests, 77
     metrics = run.metrics()
     assert metrics["teacher/t/sequences"] == sum(teacher.requests) >= 48
@@ -128,7 +103,7 @@ async def test_an_adaptive_depth_gives_younger_rollouts_at_the_speed_of_a_full_o
         )
         trainer, ends = MemoryTrainer(run.session, step_seconds=step_seconds), list[float]()
         trainer.record = lambda version, shares, ends=ends: ends.append(time.monotonic())  # type: ignore[misc]
-        summary = await complete(run, trainer)
+        summary = await to_the_end(run, trainer)
         found[depth] = ends[-1] - ends[LEARNED], summary["buffer"]["age_mean"]
     (full_seconds, full_age), (seconds, age) = found["full"], found["adaptive"]
     assert age <= min(oldest_mean, full_age + 0.05)
@@ -138,7 +113,7 @@ async def test_an_adaptive_depth_gives_younger_rollouts_at_the_speed_of_a_full_o
 async def test_staleness_zero_trains_on_fresh_rollouts_alone(controller, config) -> None:
     run = controller(config(buffer={"max_staleness": 0}))
     trainer = MemoryTrainer(run.session)
-    summary = await complete(run, trainer)
+    summary = await to_the_end(run, trainer)
     assert summary["buffer"] == {"age_mean": 0.0, "age_max": 0, "age_limit": 0}
     assert summary["train"]["tokens_share"] == 1.0
     assert summary["rollout"]["issued"] == 48
@@ -147,7 +122,7 @@ async def test_staleness_zero_trains_on_fresh_rollouts_alone(controller, config)
 async def test_a_bound_overlaps_training_with_generation(controller, config) -> None:
     replica = MemoryReplica(token_seconds=0.0005)
     run = controller(config(buffer={"max_staleness": 4}), replicas={"r0": replica})
-    summary = await complete(run, MemoryTrainer(run.session, step_seconds=0.02))
+    summary = await to_the_end(run, MemoryTrainer(run.session, step_seconds=0.02))
     assert summary["buffer"]["age_max"] >= 1
     assert summary["perf"]["busy_seconds"]["trainer"] >= 0.119
     assert summary["perf"]["busy_seconds"]["r0"] > 0
@@ -166,7 +141,7 @@ async def test_the_only_replica_may_come_back_in_the_middle_of_a_run_that_broadc
         await asyncio.sleep(0.02)
         replica.revive()
 
-    summary, _ = await asyncio.gather(complete(run, trainer), restart())
+    summary, _ = await asyncio.gather(to_the_end(run, trainer), restart())
     assert summary["completed"]
     assert summary["weights_identical"] is True
     assert run.pool.replicas["r0"].joined == 2
@@ -174,7 +149,7 @@ async def test_the_only_replica_may_come_back_in_the_middle_of_a_run_that_broadc
 
 async def test_a_version_that_was_broadcast_is_recorded_again_when_it_is_in_the_store_too(controller) -> None:
     run = controller()
-    hello = TrainerHello(world_size=1, checkpoint=None, fingerprint="model", run=run.session.run.name)
+    hello = wire.TrainerHello(world_size=1, checkpoint=None, fingerprint="model", run=run.session.run.name)
     version, state = (await run.session.hello(hello)).version, run.record.state
     run.request_stop("announcements need no replica from now on")
     sent = Published(version=version, kind="broadcast", bytes=5, full_bytes=5, seconds=0.1, rendezvous="h:1")
@@ -184,14 +159,10 @@ async def test_a_version_that_was_broadcast_is_recorded_again_when_it_is_in_the_
     assert [(one.version, one.kind) for one in state.published] == [(version, "broadcast"), (version, "full")]
     assert state.target == state.published[-1]
     assert state.counters.published == 1
-    run.close()
 
 
 async def test_the_run_survives_dying_replicas_and_teachers(controller, config) -> None:
-    replicas = {
-        "r0": MemoryReplica(seed=1, token_seconds=0.001),
-        "r1": MemoryReplica(seed=2, token_seconds=0.001),
-    }
+    replicas = {f"r{seed}": MemoryReplica(seed=seed, token_seconds=0.001) for seed in range(2)}
     teacher = MemoryTeacher()
     run = controller(config(run={"steps": 10}), replicas=replicas, teachers={"t": teacher})
     run.pool.retry_seconds = 0.02
@@ -209,12 +180,11 @@ async def test_the_run_survives_dying_replicas_and_teachers(controller, config) 
 
     trouble = asyncio.create_task(havoc())
     trainer = MemoryTrainer(run.session)
-    summary = await complete(run, trainer)
+    summary = await to_the_end(run, trainer)
     await trouble
     assert summary["rollout"]["requeued"]["replica_lost"] > 0
     assert max(summary["replica_joins"].values()) > 1
-    trained = [i for ids in trainer.ledger[0].values() for i in ids]
-    assert len(trained) == len(set(trained)) == 80
+    assert len(trainer.trained) == len({*trainer.trained}) == 80
     assert summary["buffer"]["age_max"] <= 2
 
 
@@ -227,62 +197,40 @@ async def test_a_stop_lets_the_trainer_save_and_leave(controller, config) -> Non
         run.request_stop("a person said so")
 
     stopping = asyncio.create_task(stop())
-    summary = await complete(run, trainer)
+    summary = await to_the_end(run, trainer)
     await stopping
     assert summary["stop_reason"] == "a person said so"
     assert 0 < summary["steps"] < 1000
     assert trainer.checkpoint == Version(0, summary["steps"])
 
 
-async def test_a_restarted_trainer_gets_the_same_batches_again(controller, config) -> None:
-    run = controller(config(run={"steps": 12}))
-    trainer = MemoryTrainer(run.session, ranks=2, checkpoint_every=4, step_seconds=0.005)
-    running = asyncio.create_task(run.run())
-    first = asyncio.create_task(trainer.run())
-    while len(trainer.batches) < 7:
-        await trainer.stepped.wait()
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    assert trainer.checkpoint == Version(0, 4)
-
-    await asyncio.wait_for(trainer.run(), 60)
-    summary = await asyncio.wait_for(running, 60)
-    assert trainer.welcomes[1].version == Version(1, 4)
-    assert trainer.welcomes[1].parent == Version(0, 4)
-    again = [(Version(0, step), Version(1, step)) for step in range(4, 7)]
-    for old, new in again:
-        assert [s.micro_batches for s in trainer.batches[new]] == [
-            s.micro_batches for s in trainer.batches[old]
-        ]
-    assert summary["steps"] == 12
-    assert summary["buffer"]["age_max"] <= 2
-
-
-async def test_a_restarted_controller_goes_on_from_its_record(controller, config) -> None:
+@pytest.mark.parametrize("with_controller", [False, True])
+async def test_a_restarted_trainer_gets_the_same_batches_again(
+    controller, config, with_controller: bool
+) -> None:
+    """From a controller that went on, or that was killed with it and goes on from its record."""
     settings = config(run={"steps": 12})
     run = controller(settings)
     trainer = MemoryTrainer(run.session, ranks=2, checkpoint_every=4, step_seconds=0.005)
-    running = asyncio.create_task(run.run())
-    first = asyncio.create_task(trainer.run())
-    while len(trainer.batches) < 7:
-        await trainer.stepped.wait()
-    for task in (first, running):
-        task.cancel()
-    await asyncio.gather(first, running, return_exceptions=True)
-    before = run.record.state
+    running, first = asyncio.create_task(run.run()), asyncio.create_task(trainer.run())
+    await trainer.reached(7)
+    await cancel([first, running] if with_controller else [first])
+    assert trainer.checkpoint == Version(0, 4)
+    if with_controller:
+        before, run = run.record.state, controller(settings)
+        state, running, trainer.session = run.record.state, asyncio.create_task(run.run()), run.session
+        assert (state.cursor, state.counters) == (before.cursor, before.counters)
+        assert (set(state.pending), list(state.buffer)) == (set(before.pending), list(before.buffer))
 
-    resumed = controller(settings)
-    assert resumed.record.state.cursor == before.cursor
-    assert set(resumed.record.state.pending) == set(before.pending)
-    assert list(resumed.record.state.buffer) == list(before.buffer)
-    assert resumed.record.state.counters == before.counters
-    trainer.session = resumed.session
-    summary = await complete(resumed, trainer)
+    await asyncio.wait_for(trainer.run(), 60)
+    summary = await asyncio.wait_for(running, 60)
+    assert (trainer.welcomes[1].version, trainer.welcomes[1].parent) == (Version(1, 4), Version(0, 4))
     for step in range(4, 7):
         old, new = trainer.batches[Version(0, step)], trainer.batches[Version(1, step)]
-        assert [s.micro_batches for s in new] == [s.micro_batches for s in old]
+        assert [share.micro_batches for share in new] == [share.micro_batches for share in old]
     assert summary["steps"] == 12
-    assert summary["rollout"]["batched"] == 12 * 8
+    assert summary["buffer"]["age_max"] <= 2
+    assert not with_controller or summary["rollout"]["batched"] == 12 * 8
 
 
 async def test_evaluations_run_beside_the_training_and_name_the_best(controller, config) -> None:
@@ -290,7 +238,7 @@ async def test_evaluations_run_beside_the_training_and_name_the_best(controller,
     seen: list[tuple[int, bool]] = []
     hooks = Hooks(evaluated=lambda report, best: seen.append((report.version.step, best)))
     run = controller(hooks=hooks, evaluator=evaluator)
-    summary = await complete(run, MemoryTrainer(run.session, step_seconds=0.01))
+    summary = await to_the_end(run, MemoryTrainer(run.session, step_seconds=0.01))
     assert seen[0] == (0, True)
     assert seen[-1] == (6, True)
     assert summary["best"]["reverse_kl"] == 1 / 7
@@ -300,7 +248,7 @@ async def test_patience_ends_a_run_that_gets_no_better(controller, config) -> No
     evaluator = MemoryEvaluator(kl=lambda step: 1.0 + step)
     settings = config(run={"steps": 1000}, evaluation={"every": 1, "patience": 3})
     run = controller(settings, evaluator=evaluator)
-    summary = await complete(run, MemoryTrainer(run.session, step_seconds=0.005))
+    summary = await to_the_end(run, MemoryTrainer(run.session, step_seconds=0.005))
     assert summary["steps"] < 1000
     assert "no better reverse_kl" in summary["stop_reason"]
 
@@ -319,7 +267,7 @@ class OneSlow(MemoryReplica):
         begun = self.version or Version(0, 0)
         await self.release.wait()
         answer = await super()._complete(prompt, request)
-        return msgspec.structs.replace(answer, spans=[VersionSpan(begun, 0, answer.token_ids.shape[0])])
+        return msgspec.structs.replace(answer, spans=[wire.VersionSpan(begun, 0, answer.token_ids.shape[0])])
 
 
 Moment = Callable[[Controller, MemoryTrainer], bool]
@@ -329,13 +277,8 @@ async def slow_run(
     controller: Any, config: Any, late: dict[str, Any], moment: Moment, **sections: Any
 ) -> tuple[dict[str, Any], Controller, MemoryTrainer]:
     """A run of 12 steps whose prompt 0:5:0, begun at version 0, is written at `moment`."""
-    settings = config(
-        run={"steps": 12},
-        rollout={"request_size": 1},
-        buffer={"late": late},
-        evaluation={"every": 0},
-        **sections,
-    )
+    more = {"rollout": {"request_size": 1}, "evaluation": {"every": 0}, **sections}
+    settings = config(run={"steps": 12}, buffer={"late": late}, **more)
     replica = OneSlow()
     replica.release = asyncio.Event()
     run = controller(settings, replicas={"r0": replica})
@@ -347,7 +290,7 @@ async def slow_run(
         replica.release.set()
 
     watching = asyncio.create_task(watch())
-    summary = await complete(run, trainer)
+    summary = await to_the_end(run, trainer)
     await watching
     return summary, run, trainer
 
@@ -397,18 +340,12 @@ async def test_a_late_rollout_has_a_weighted_place_in_the_next_batch_on_record_a
     assert report.ok
     assert (report.late, report.oldest) == (1, age)
 
-    resumed = controller(
-        run.config.model_copy(update={"run": run.config.run.model_copy(update={"steps": 13})})
-    )
+    resumed = controller(run.config.with_(run={"steps": 13}))
     again = MemoryTrainer(resumed.session)
-    await complete(resumed, again)
+    await to_the_end(resumed, again)
     for old, shares in trainer.batches.items():
         replayed = again.batches[Version(1, old.step)]
         assert [share.micro_batches for share in replayed] == [share.micro_batches for share in shares]
-
-
-def rows_in(shares: list[TrainBatch]) -> list[Rows]:
-    return [rows for share in shares for rows in share.micro_batches]
 
 
 def ids_of(shares: list[TrainBatch]) -> list[str]:
@@ -427,25 +364,18 @@ async def test_batches_are_whole_groups_and_every_row_carries_its_groups_mean_re
 
     def spoil(answer: Generated) -> Generated:
         bad = int(answer.id.split(":")[1]) % 5 == 0 and answer.id.endswith(":1")
-        nan = pack(np.full(answer.logprob.shape, np.nan, "f4"))
+        nan = wire.pack(np.full(answer.logprob.shape, np.nan, "f4"))
         return msgspec.structs.replace(answer, logprob=nan) if bad else answer
 
-    settings = config(
-        objective={"type": "sampled", "task": {"baseline": "group"}},
-        rollout={"per_prompt": 4, "batch": 8, "request_size": 3},
-        run={"steps": 12},
-    )
+    task, replica = {"type": "sampled", "task": {"baseline": "group"}}, MemoryReplica
     run = controller(
-        settings,
-        replicas={
-            "r0": MemoryReplica(spoil=spoil),
-            "r1": MemoryReplica(seed=1, token_seconds=0.0005, spoil=spoil),
-        },
+        config(objective=task, rollout={"per_prompt": 4, "request_size": 3}, run={"steps": 12}),
+        replicas={"r0": replica(spoil=spoil), "r1": replica(seed=1, token_seconds=0.0005, spoil=spoil)},
         prompts=PromptStream(MemoryPrompts(), seed=0, per_prompt=4),
         reward_fn=lambda prompt, tokens: float(len(tokens) % 3),
     )
     trainer = MemoryTrainer(run.session, ranks=2)
-    summary = await complete(run, trainer)
+    summary = await to_the_end(run, trainer)
     assert summary["steps"] == 12
     for shares in trainer.batches.values():
         assert set(Counter(group_of(name) for name in ids_of(shares)).values()) == {4}
@@ -454,9 +384,8 @@ async def test_batches_are_whole_groups_and_every_row_carries_its_groups_mean_re
         for rows in rows_in(shares):
             assert rows.reward is not None
             assert rows.baseline is not None
-            for name, reward, baseline in zip(
-                rows.ids, unpack(rows.reward), unpack(rows.baseline), strict=True
-            ):
+            values = zip(rows.ids, unpack(rows.reward), unpack(rows.baseline), strict=True)
+            for name, reward, baseline in values:
                 rewards.setdefault(group_of(name), []).append(float(reward))
                 baselines.setdefault(group_of(name), set()).add(float(baseline))
         assert baselines == {group: {sum(found) / 4} for group, found in rewards.items()}
@@ -476,15 +405,14 @@ async def test_half_of_a_run_is_generated_by_the_teacher_and_all_of_it_is_accoun
         teachers={"t": teacher},
     )
     trainer = MemoryTrainer(run.session, ranks=2)
-    summary = await complete(run, trainer)
+    summary = await to_the_end(run, trainer)
 
     assert replica.generated == len(teacher.completed) == 24
     written = set(teacher.completed)
     for (version, _), ids in zip(trainer.batches, trainer.ledger[0].values(), strict=True):
         assert version == 0
         assert len(written.intersection(ids)) == 4, "without drops every synchronous batch has its share"
-    rows = [rows for shares in trainer.batches.values() for share in shares for rows in share.micro_batches]
-    flags = [(one.ids, unpack(one.by_teacher)) for one in rows if one.by_teacher is not None]
+    flags = [(rows.ids, unpack(rows.by_teacher)) for rows in trainer.rows if rows.by_teacher is not None]
     assert {i for ids, flag in flags for i, by in zip(ids, flag, strict=True) if by} == written
     assert summary["buffer"]["age_max"] == 0
 
@@ -501,11 +429,10 @@ async def test_with_on_policy_1_no_teacher_generates(controller) -> None:
     teacher = MemoryTeacher()
     run = controller(teachers={"t": teacher})
     trainer = MemoryTrainer(run.session)
-    summary = await complete(run, trainer)
+    summary = await to_the_end(run, trainer)
     assert teacher.completed == []
     assert summary["rollout"]["tokens_total_by_teacher"] == 0
-    shares = [share for batch in trainer.batches.values() for share in batch]
-    assert all(rows.by_teacher is None for share in shares for rows in share.micro_batches)
+    assert all(rows.by_teacher is None for rows in trainer.rows)
 
 
 async def test_a_teacher_that_generates_everything_needs_the_replicas_only_for_their_versions(
@@ -513,7 +440,7 @@ async def test_a_teacher_that_generates_everything_needs_the_replicas_only_for_t
 ) -> None:
     replica, teacher = MemoryReplica(), MemoryTeacher()
     run = controller(config(objective={"type": "sft"}), replicas={"r0": replica}, teachers={"t": teacher})
-    summary = await complete(run, MemoryTrainer(run.session))
+    summary = await to_the_end(run, MemoryTrainer(run.session))
     assert summary["steps"] == 6
     assert replica.generated == 0
     assert summary["train"]["tokens_total_by_teacher"] == summary["train"]["tokens_total"] > 0
@@ -524,7 +451,7 @@ async def test_a_prompt_that_its_teacher_refuses_is_dropped_and_another_takes_it
 ) -> None:
     teacher = MemoryTeacher(refuses=lambda name: name.startswith("0:1"))
     run = controller(config(objective={"type": "sft"}), teachers={"t": teacher})
-    summary = await complete(run, MemoryTrainer(run.session))
+    summary = await to_the_end(run, MemoryTrainer(run.session))
     assert summary["completed"]
     assert summary["rollout"]["dropped"]["teacher_refused"] > 0
 
@@ -537,15 +464,7 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_generated_
     async def start(until: int | None, checkpoint: Version | None) -> MemoryTrainer:
         run = controller(settings)
         trainer = MemoryTrainer(run.session, checkpoint_every=3, checkpoint=checkpoint)
-        if until is None:
-            await complete(run, trainer)
-            return trainer
-        tasks = [asyncio.create_task(run.run()), asyncio.create_task(trainer.run())]
-        while len(trainer.batches) < until:
-            await trainer.stepped.wait()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await (to_the_end(run, trainer) if until is None else killed_after(until, run, trainer))
         return trainer
 
     async def rewritten() -> int:
@@ -553,9 +472,11 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_generated_
         texts = 0
         for record in rollouts_of(tmp_path):
             if record.by_teacher:
-                prompt = TeacherPrompt(record.id, record.prompt, seed_of(settings.run.seed, record.number))
+                prompt = wire.TeacherPrompt(
+                    record.id, record.prompt, seed_of(settings.run.seed, record.number)
+                )
                 (written,) = (await MemoryTeacher().generate([prompt], 8, [])).results
-                assert isinstance(written, TeacherCompletion)
+                assert isinstance(written, wire.TeacherCompletion)
                 assert written.token_ids == record.tokens
                 texts += 1
         return texts
@@ -578,7 +499,7 @@ async def by_reference(controller, config, **sections: Any) -> tuple[MemoryTrain
     run = controller(config(buffer={"scores": "reference"}, **sections), teachers={"t": teacher}, want=want)
     scores = fetching({"t": teacher}, want)
     trainer = MemoryTrainer(run.session, ranks=2, checkpoint_every=2, step_seconds=1.0, scores=scores)
-    return trainer, teacher, await complete(run, trainer)
+    return trainer, teacher, await to_the_end(run, trainer)
 
 
 async def test_a_trainer_gets_the_same_rows_whether_scores_are_kept_or_inline(
@@ -587,16 +508,13 @@ async def test_a_trainer_gets_the_same_rows_whether_scores_are_kept_or_inline(
     trainer, _, summary = await by_reference(controller, config)
     assert summary["completed"]
     assert check(tmp_path, trainer.ledger).ok
-    count = 0
-    for shares in trainer.batches.values():
-        for rows in (rows for share in shares for rows in share.micro_batches if rows.ids):
-            tokens = int(unpack(rows.completion_lens).sum())
-            assert rows.teacher_topk_ids.shape == rows.teacher_topk_logprob.shape == (tokens, 2)
-            assert rows.teacher_hidden.shape == (tokens, 4)
-            assert rows.teacher_entropy.shape == rows.teacher_logprob.shape == (tokens,)
-            assert all(rows.kept)
-            count += len(rows.ids)
-    assert count == 6 * 8
+    for rows in (rows for rows in trainer.rows if rows.ids):
+        tokens = int(unpack(rows.completion_lens).sum())
+        assert rows.teacher_topk_ids.shape == rows.teacher_topk_logprob.shape == (tokens, 2)
+        assert rows.teacher_hidden.shape == (tokens, 4)
+        assert rows.teacher_entropy.shape == rows.teacher_logprob.shape == (tokens,)
+        assert all(rows.kept)
+    assert len(trainer.trained) == 6 * 8
     scores = [rollout.scored for rollout in rollouts_of(tmp_path) if rollout.scored]
     assert scores
     assert all(score.topk_ids is score.hidden is None for score in scores)
@@ -607,8 +525,7 @@ async def test_scores_are_released_when_a_checkpoint_makes_their_step_safe(contr
     trained = {
         kept.key: version.step
         for version, shares in trainer.batches.items()
-        for share in shares
-        for rows in share.micro_batches
+        for rows in rows_in(shares)
         for kept in rows.kept
     }
     released = Counter(step for key, step in trained.items() if key not in teacher.kept)
@@ -622,24 +539,14 @@ async def test_what_was_kept_before_a_restart_of_teacher_and_controller_is_score
     settings = config(buffer={"scores": "reference"}, run={"steps": 12})
     first = controller(settings, teachers={"t": teacher}, want=want)
     trainer = MemoryTrainer(first.session, scores=fetching({"t": teacher}, want), checkpoint_every=4)
-    running, training = asyncio.create_task(first.run()), asyncio.create_task(trainer.run())
-    async with asyncio.timeout(600):
-        while len(trainer.batches) < 6:
-            await trainer.stepped.wait(1.0)
-    for task in (running, training):
-        task.cancel()
-    await asyncio.gather(running, training, return_exceptions=True)
+    await killed_after(6, first, trainer)
     teacher.kept.clear()
-    before = dict(trainer.batches)
+    before = {*trainer.batches}
     second = controller(settings, teachers={"t": teacher}, want=want)
     trainer.session = second.session
-    assert (await complete(second, trainer))["completed"]
+    assert (await to_the_end(second, trainer))["completed"]
     again = [
-        rows
-        for version, shares in trainer.batches.items()
-        if version not in before
-        for share in shares
-        for rows in share.micro_batches
+        rows for version in trainer.batches.keys() - before for rows in rows_in(trainer.batches[version])
     ]
     assert any(one is None for rows in again for one in rows.kept)
     assert all(rows.teacher_topk_ids.shape[1] == 2 for rows in again)
@@ -651,7 +558,7 @@ async def test_the_error_of_a_part_is_raised_as_it_is_not_in_a_group(controller)
 
     run = controller(route=route)
     with pytest.raises(DataError, match="no teacher has data source default"):
-        await complete(run, MemoryTrainer(run.session))
+        await to_the_end(run, MemoryTrainer(run.session))
 
 
 async def test_a_reward_fn_that_fails_costs_the_rollout_and_not_the_run(controller) -> None:
@@ -662,7 +569,7 @@ async def test_a_reward_fn_that_fails_costs_the_rollout_and_not_the_run(controll
 
     quarantine: list[Quarantined] = []
     run = controller(reward_fn=reward_fn, hooks=Hooks(quarantined=quarantine.append))
-    summary = await complete(run, MemoryTrainer(run.session))
+    summary = await to_the_end(run, MemoryTrainer(run.session))
     assert summary["completed"]
     assert summary["error"] is None
     assert [(one.prompt.id, one.reason) for one in quarantine] == [("0:3:0", "function_failed")]
@@ -673,7 +580,7 @@ async def test_a_reward_fn_that_always_fails_ends_the_run_with_its_words(control
         raise DataError(f"the reward_fn cannot read {prompt.id}")
 
     run = controller(config(guard={"bad_answers": 3}), reward_fn=reward_fn)
-    summary = await complete(run, MemoryTrainer(run.session))
+    summary = await to_the_end(run, MemoryTrainer(run.session))
     assert not summary["completed"]
     assert summary["error"].startswith("the reward_fn gave 3 unusable answers")
     assert "the reward_fn cannot read" in summary["error"]
@@ -687,4 +594,3 @@ async def test_a_run_that_the_guard_paused_stays_paused_when_the_disk_has_room_a
     run.pause("disk", "runs has less than run.min_free_disk_gib = 1 GiB free")
     run.resume("disk")
     assert run.dispatcher.paused == {"guard"}
-    run.close()

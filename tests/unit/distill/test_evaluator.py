@@ -6,8 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,42 +14,26 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from ports import silent
+from served_app import at_url
 from small_config import make_config
 from starlette.applications import Starlette
 
 from distill.evaluation.schedule import HttpEvaluator
 from distill.evaluation.service import app, keep
-from distill.trainer_api.http_api import listen, serving
+from sync import wire
 from sync.base.errors import ConfigError, RemoteError, SnapshotError, Unreachable
-from sync.wire import (
-    Divergence,
-    EvalReply,
-    EvalReport,
-    EvalRequest,
-    Ok,
-    OwnTokens,
-    ProbeReply,
-    ProbeRequest,
-    RunIdentity,
-    Version,
-    decode,
-    encode,
-    pack,
-)
+from sync.wire import Divergence, EvalReply, EvalReport, EvalRequest, ProbeReply, ProbeRequest, Version
 from sync.wire.claims import Claim
 
 
 def report(version: Version, kl: float) -> EvalReport:
-    return EvalReport(
-        version=version, reverse_kl=kl, pass_rate=None, completions=4, tokens=9, truncated=0.0, seconds=0.1
-    )
+    return EvalReport(version, kl, None, completions=4, tokens=9, truncated=0.0, seconds=0.1)
 
 
 def replied(request: EvalRequest) -> EvalReply:
     sums = {name: [0.5 * tokens.count for tokens in part] for name, part in request.teachers.items()}
-    return EvalReply(
-        version=request.version, teachers={name: Divergence(True, each) for name, each in sums.items()}
-    )
+    return EvalReply(request.version, {name: Divergence(True, each) for name, each in sums.items()})
 
 
 class Folders:
@@ -71,7 +54,7 @@ async def test_the_best_version_is_kept_with_its_figures_and_replaced_by_the_nex
     config.run_dir.mkdir()
     folders: Any = Folders(tmp_path)
     for step, run in ((0, "1"), (10, "1"), (20, "2")):
-        await keep(config, folders, Claim(RunIdentity("x", run)), report(Version(0, step), 0.5))
+        await keep(config, folders, Claim(wire.RunIdentity("x", run)), report(Version(0, step), 0.5))
         known = json.loads((config.run_dir / "best.json").read_text())
         assert (known["version"], known["run_id"], known["reverse_kl"]) == (str(Version(0, step)), run, 0.5)
         if step == 0:
@@ -82,7 +65,9 @@ async def test_the_best_version_is_kept_with_its_figures_and_replaced_by_the_nex
 
 async def post(client: httpx.AsyncClient, version: Version, token: str = "") -> httpx.Response:
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    return await client.post("/v1/evaluate", content=encode(EvalRequest(version=version)), headers=headers)
+    return await client.post(
+        "/v1/evaluate", content=wire.encode(EvalRequest(version=version)), headers=headers
+    )
 
 
 async def no_probe(request: ProbeRequest) -> ProbeReply:
@@ -91,7 +76,7 @@ async def no_probe(request: ProbeRequest) -> ProbeReply:
     return ProbeReply(student=[], teachers={})
 
 
-async def no_best(report: EvalReport) -> Ok:
+async def no_best(report: EvalReport) -> wire.Ok:
     raise SnapshotError(f"{report.version} is not in the store")
 
 
@@ -109,7 +94,7 @@ def client_of(evaluate: Any, token: str | None = "") -> httpx.AsyncClient:
 async def test_a_version_is_answered_with_its_divergences() -> None:
     async with client_of(replied) as client:
         answer = await post(client, Version(1, 60))
-        assert decode(answer.content, EvalReply) == replied(EvalRequest(version=Version(1, 60)))
+        assert wire.decode(answer.content, EvalReply) == replied(EvalRequest(version=Version(1, 60)))
         assert (await client.get("/health")).status_code == 200
 
 
@@ -140,17 +125,12 @@ async def test_the_token_is_needed_but_for_health() -> None:
 
 async def test_a_probe_is_answered_or_refused_with_the_reason() -> None:
     async with client_of(replied) as client:
-        empty = await client.post("/v1/probe", content=encode(ProbeRequest(student=[], teachers={})))
-        assert decode(empty.content, ProbeReply).teachers == {}
-        refused = await client.post("/v1/probe", content=encode(ProbeRequest(student=[], teachers={"x": []})))
+        empty = await client.post("/v1/probe", content=wire.encode(ProbeRequest(student=[], teachers={})))
+        assert wire.decode(empty.content, ProbeReply).teachers == {}
+        refused = await client.post(
+            "/v1/probe", content=wire.encode(ProbeRequest(student=[], teachers={"x": []}))
+        )
         assert (refused.status_code, refused.json()["error"]) == (409, "no such teacher")
-
-
-@asynccontextmanager
-async def behind_a_url(evaluate: Any) -> AsyncIterator[str]:
-    bound = listen("127.0.0.1", 0, None)
-    async with serving(application(evaluate), bound):
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
 async def test_an_evaluation_is_requested_once_however_long_it_takes() -> None:
@@ -161,7 +141,7 @@ async def test_an_evaluation_is_requested_once_however_long_it_takes() -> None:
         time.sleep(4.0)
         return replied(request)
 
-    async with behind_a_url(evaluate) as url:
+    async with at_url(application(evaluate)) as url:
         evaluator = HttpEvaluator(url)
         evaluator.stall_timeout_seconds = 3.0
         request = EvalRequest(version=Version(0, 3))
@@ -171,29 +151,23 @@ async def test_an_evaluation_is_requested_once_however_long_it_takes() -> None:
 
 
 async def test_an_evaluator_that_answers_nothing_is_unreachable() -> None:
-    bound = listen("127.0.0.1", 0, None)
-    bound.listen()  # connections are taken, and never answered
-    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    evaluator = HttpEvaluator(url)
-    evaluator.stall_timeout_seconds = 0.2
-    with pytest.raises(
-        Unreachable, match=r"/health has not answered for 0 s while L000-v00000003 was evaluated"
-    ):
-        await evaluator.evaluate(EvalRequest(version=Version(0, 3)))
-    await evaluator.aclose()
-    bound.close()
+    problem = "/health has not answered for 0 s while L000-v00000003 was evaluated"
+    with silent() as url:
+        evaluator = HttpEvaluator(url)
+        evaluator.stall_timeout_seconds = 0.2
+        with pytest.raises(Unreachable, match=problem):
+            await evaluator.evaluate(EvalRequest(version=Version(0, 3)))
+        await evaluator.aclose()
 
 
 async def test_a_version_that_the_evaluator_refuses_is_refused_at_once() -> None:
     def evaluate(request: EvalRequest) -> EvalReply:
         raise SnapshotError(f"{request.version} is not in the store")
 
-    async with behind_a_url(evaluate) as url:
+    async with at_url(application(evaluate)) as url:
         evaluator = HttpEvaluator(url)
-        for asked in (
-            evaluator.evaluate(EvalRequest(version=Version(0, 3))),
-            evaluator.keep(report(Version(0, 3), 0)),
-        ):
+        evaluating = evaluator.evaluate(EvalRequest(version=Version(0, 3)))
+        for asked in (evaluating, evaluator.keep(report(Version(0, 3), 0))):
             with pytest.raises(RemoteError, match="L000-v00000003 is not in the store"):
                 await asked
         await evaluator.aclose()
@@ -211,8 +185,8 @@ async def test_an_evaluation_that_is_asked_for_again_is_not_made_again() -> None
         first, again = await asyncio.gather(*(post(client, Version(0, 3)) for _ in range(2)))
         assert first.content == again.content
         assert made == [Version(0, 3)]
-        tokens = OwnTokens(pack(np.array([5, 6, 7], "i4")), [(1, 3)])
+        tokens = wire.OwnTokens(wire.pack(np.array([5, 6, 7], "i4")), [(1, 3)])
         other = EvalRequest(version=Version(0, 3), teachers={"t": [tokens]})
-        answer = await client.post("/v1/evaluate", content=encode(other))
-        assert decode(answer.content, EvalReply).teachers == {"t": Divergence(True, [1.0])}
+        answer = await client.post("/v1/evaluate", content=wire.encode(other))
+        assert wire.decode(answer.content, EvalReply).teachers == {"t": Divergence(True, [1.0])}
     assert made == [Version(0, 3)] * 2

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import httpx
 import pytest
-from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
+from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer, rows_in
 from starlette.requests import Request
 from starlette.responses import Response
 from typer.testing import CliRunner
+from waiting import until
 
+from distill.aio import cancel
 from distill.cli.main import app
 from distill.controller import Controller
 from distill.interfaces import Hooks
@@ -23,58 +26,23 @@ from student_trainer.controller_client import ControllerClient
 from sync import wire
 from sync.base.address import Address
 from sync.base.errors import ConfigError, RemoteError
-from sync.wire import (
-    BatchRequest,
-    CheckpointSaved,
-    FinalDigests,
-    Head,
-    Heartbeat,
-    Message,
-    Ok,
-    Published,
-    RunIdentity,
-    ServerLease,
-    ServerLeaves,
-    ServerRegisters,
-    Servers,
-    StepReport,
-    Stop,
-    TeacherServers,
-    TrainBatch,
-    TrainerHello,
-    TrainerWelcome,
-    Version,
-    Wait,
-)
+from sync.wire import BatchRequest, Head, Servers, TeacherServers, TrainBatch, TrainerWelcome, Version
 from sync.wire.client import BlockingPeer
 
 TOKEN = "secret"
 
 
-def until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
-ANSWER = cast(type[TrainBatch], TrainBatch | Wait | Stop)
+ANSWER = cast(type[TrainBatch], TrainBatch | wire.Wait | wire.Stop)
 
 
 def hello(
     world_size: int = 1, checkpoint: Version | None = None, model: str = "model", sharing: int = 1
-) -> TrainerHello:
-    return TrainerHello(
-        world_size=world_size,
-        checkpoint=checkpoint,
-        fingerprint=model,
-        run="test",
-        sequence_parallel=sharing,
-    )
+) -> wire.TrainerHello:
+    return wire.TrainerHello(world_size, checkpoint, model, "test", sequence_parallel=sharing)
 
 
 def request(version: Version, rank: int = 0, world_size: int = 1) -> BatchRequest:
-    return BatchRequest(version=version, rank=rank, world_size=world_size)
+    return BatchRequest(version, rank, world_size)
 
 
 class Remote:
@@ -84,7 +52,7 @@ class Remote:
         self.url = controller.url
         self.peer = BlockingPeer(self.url, TOKEN, timeout=60.0)
 
-    async def call(self, path: str, body: Message | None, kind: type[Any] = Ok) -> Any:
+    async def call(self, path: str, body: wire.Message | None, kind: type[Any] = wire.Ok) -> Any:
         return await asyncio.to_thread(self.peer.call, path, body, kind)
 
     async def batch(self, version: Version, rank: int = 0, world_size: int = 1) -> Any:
@@ -95,16 +63,20 @@ class Remote:
             return await client.get(self.url + path, headers=headers)
 
 
+@asynccontextmanager
+async def running(run: Controller) -> AsyncIterator[Remote]:
+    """A client of a controller that runs meanwhile."""
+    task = asyncio.create_task(run.run())
+    yield Remote(run)
+    await cancel([task])
+
+
 @pytest.fixture
-async def remote(controller, config):
-    """A running controller and a trainer's client of it."""
+async def remote(controller, config) -> AsyncIterator[Remote]:
     run = controller(config(run={"steps": 2}, controller={"port": 0}), token=TOKEN)
     run.session.poll_seconds = 0.2
-    task = asyncio.create_task(run.run())
-    client = Remote(run)
-    yield client
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with running(run) as client:
+        yield client
 
 
 async def test_a_trainer_goes_from_hello_to_its_last_word(controller, config) -> None:
@@ -112,21 +84,19 @@ async def test_a_trainer_goes_from_hello_to_its_last_word(controller, config) ->
     task = asyncio.create_task(run.run())
     client = Remote(run)
     welcome = await client.call("/v1/hello", hello(2), TrainerWelcome)
-    mine = RunIdentity("test", run.record.run.id, "model")
+    mine = wire.RunIdentity("test", run.record.run.id, "model")
     assert welcome == TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"], run=mine)
     for step in range(2):
         version, after = Version(0, step), Version(0, step + 1)
         shares = await asyncio.gather(*(client.batch(version, rank, 2) for rank in range(2)))
         assert all(isinstance(share, TrainBatch) for share in shares)
         assert await client.batch(version, 0, 2) == shares[0]
-        await client.call(
-            "/v1/event", Published(version=after, kind="full", bytes=1, full_bytes=1, seconds=0.0)
-        )
-        await client.call("/v1/event", StepReport(version=after, metrics={}, seconds={"train": 0.1}))
+        await client.call("/v1/event", wire.Published(after, "full", 1, 1, 0.0))
+        await client.call("/v1/event", wire.StepReport(version=after, metrics={}, seconds={"train": 0.1}))
     stops = [await client.batch(Version(0, 2), rank, 2) for rank in range(2)]
-    assert stops == [Stop(reason="all steps are done", checkpoint=True)] * 2
-    await client.call("/v1/event", CheckpointSaved(version=Version(0, 2), path="c"))
-    await client.call("/v1/event", FinalDigests(version=Version(0, 2), digests={"w": "0"}))
+    assert stops == [wire.Stop(reason="all steps are done", checkpoint=True)] * 2
+    await client.call("/v1/event", wire.CheckpointSaved(version=Version(0, 2), path="c"))
+    await client.call("/v1/event", wire.FinalDigests(version=Version(0, 2), digests={"w": "0"}))
     summary = await asyncio.wait_for(task, 60)
     assert summary["completed"] is True
     assert summary["weights_identical"] is False  # the replica's digests are others
@@ -136,25 +106,21 @@ async def test_a_rank_that_sends_no_heartbeat_is_told_of_and_a_replaced_trainer_
     controller, config, caplog
 ) -> None:
     stalled: asyncio.Queue[str] = asyncio.Queue()
-    run = controller(
-        config(run={"health_timeout_seconds": 1.0}), Hooks(stalled=stalled.put_nowait), token=TOKEN
-    )
-    task = asyncio.create_task(run.run())
-    client = Remote(run)
-    await client.call("/v1/hello", hello(2), TrainerWelcome)
-    for rank in range(2):
-        await client.call("/v1/event", Heartbeat(version=Version(0, 0), rank=rank))
-    ControllerClient(client.peer).beat(Version(0, 0), 0.05)
-    assert await asyncio.wait_for(stalled.get(), 60) == "trainer"
-    await asyncio.to_thread(until, lambda: run.heartbeats.since.keys() == {0})
-    assert any("no heartbeat of trainer rank 1 for" in message for message in caplog.messages)
+    settings = config(run={"health_timeout_seconds": 1.0})
+    run = controller(settings, Hooks(stalled=stalled.put_nowait), token=TOKEN)
+    async with running(run) as client:
+        await client.call("/v1/hello", hello(2), TrainerWelcome)
+        for rank in range(2):
+            await client.call("/v1/event", wire.Heartbeat(version=Version(0, 0), rank=rank))
+        ControllerClient(client.peer).beat(Version(0, 0), 0.05)
+        assert await asyncio.wait_for(stalled.get(), 60) == "trainer"
+        await asyncio.to_thread(until, lambda: run.heartbeats.since.keys() == {0})
+        assert any("no heartbeat of trainer rank 1 for" in message for message in caplog.messages)
 
-    await client.call("/v1/hello", hello(2), TrainerWelcome)
-    assert not run.heartbeats.since
-    await asyncio.to_thread(until, lambda: "heartbeat" not in [one.name for one in threading.enumerate()])
-    assert stalled.empty()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+        await client.call("/v1/hello", hello(2), TrainerWelcome)
+        assert not run.heartbeats.since
+        await asyncio.to_thread(until, lambda: "heartbeat" not in [one.name for one in threading.enumerate()])
+        assert stalled.empty()
 
 
 async def test_heartbeats_behind_the_last_word_make_nobody_wait_for_more(controller, config) -> None:
@@ -163,17 +129,17 @@ async def test_heartbeats_behind_the_last_word_make_nobody_wait_for_more(control
     task = asyncio.create_task(run.run())
     await session.hello(hello())
     await session.batch(request(version))
-    await session.event(StepReport(version=Version(0, 1), metrics={}, seconds={}))
-    await session.event(FinalDigests(version=Version(0, 1), digests={"w": "0"}))
+    await session.event(wire.StepReport(version=Version(0, 1), metrics={}, seconds={}))
+    await session.event(wire.FinalDigests(version=Version(0, 1), digests={"w": "0"}))
     await asyncio.wait_for(task, 60)
-    await session.event(Heartbeat(version=version, rank=0))
+    await session.event(wire.Heartbeat(version=version, rank=0))
     assert not run.heartbeats.since
 
 
 async def test_a_poll_without_a_batch_waits_and_is_told_to_ask_again(remote) -> None:
     await remote.call("/v1/hello", hello(), TrainerWelcome)
     assert isinstance(await remote.batch(Version(0, 0)), TrainBatch)
-    assert isinstance(await remote.batch(Version(0, 1)), TrainBatch | Wait)
+    assert isinstance(await remote.batch(Version(0, 1)), TrainBatch | wire.Wait)
 
 
 @pytest.mark.parametrize(
@@ -217,18 +183,16 @@ async def test_ranks_that_share_rows_get_the_same_of_as_many_more_tokens(
     controller, config, ranks: int, sharing: int
 ) -> None:
     run = controller(config(run={"steps": 1}, trainer={"micro_batch_tokens": 24}))
-    task = asyncio.create_task(run.run())
-    await run.session.hello(hello(ranks, sharing=sharing))
-    shares = [await run.session.batch(request(Version(0, 0), rank, ranks)) for rank in range(ranks)]
-    assert [shares[rank // sharing * sharing] for rank in range(ranks)] == shares
-    parts = [wire.decode(share, TrainBatch).micro_batches for share in shares[::sharing]]
-    ids = [id for share in parts for rows in share for id in rows.ids]
-    assert sorted(ids) == sorted(one.id for one in run.record.state.batch_of(0).rollouts)
-    sizes = [rows.tokens.shape[0] for share in parts for rows in share]
-    assert max(sizes) <= 24 * sharing
-    assert (max(sizes) > 24) == (sharing > 1)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with running(run):
+        await run.session.hello(hello(ranks, sharing=sharing))
+        shares = [await run.session.batch(request(Version(0, 0), rank, ranks)) for rank in range(ranks)]
+        assert [shares[rank // sharing * sharing] for rank in range(ranks)] == shares
+        parts = [wire.decode(share, TrainBatch) for share in shares[::sharing]]
+        ids = [id for rows in rows_in(parts) for id in rows.ids]
+        assert sorted(ids) == sorted(one.id for one in run.record.state.batch_of(0).rollouts)
+        longest = max(rows.tokens.shape[0] for rows in rows_in(parts))
+        assert longest <= 24 * sharing
+        assert (longest > 24) == (sharing > 1)
 
 
 async def test_ranks_that_cannot_share_rows_are_refused(remote) -> None:
@@ -261,7 +225,7 @@ async def test_a_rank_learns_where_a_teacher_keeps_scores(remote) -> None:
 
 async def test_a_body_that_is_no_message_is_refused(remote) -> None:
     with pytest.raises(RemoteError, match=r"400: .* is not a"):
-        await remote.call("/v1/hello", Ok(), TrainerWelcome)
+        await remote.call("/v1/hello", wire.Ok(), TrainerWelcome)
 
 
 async def test_every_route_but_health_needs_the_token(remote) -> None:
@@ -310,81 +274,57 @@ async def test_replicas_join_and_leave_a_run_that_goes_on(controller, config) ->
     task, trainer = asyncio.create_task(run.run()), MemoryTrainer(run.session, step_seconds=0.002)
     training, client = asyncio.create_task(trainer.run()), Remote(run)
     async with asyncio.timeout(120):
-        while len(trainer.batches) < 3:
-            await trainer.stepped.wait()
-        lease = await client.call("/v1/servers", ServerRegisters(run=None, url="http://b:1/"), ServerLease)
-        assert lease == ServerLease(name="student-1", seconds=0)
-        joined = await client.call("/v1/servers", None, Servers)
-        assert [(one.name, one.url) for one in joined.servers] == [
-            ("student-0", "memory"),
-            ("student-1", "http://b:1"),
-        ]
+        await trainer.reached(3)
+        lease = await client.call(
+            "/v1/servers", wire.ServerRegisters(run=None, url="http://b:1/"), wire.ServerLease
+        )
+        assert lease == wire.ServerLease(name="student-1", seconds=0)
+        joined = (await client.call("/v1/servers", None, Servers)).servers
+        assert {one.name: one.url for one in joined} == {"student-0": "memory", "student-1": "http://b:1"}
         while made["http://b:1"].generated < 20:
             await trainer.stepped.wait()
         assert made["http://b:1"].updates[0].step >= 3  # the newest version before the first prompt
-        left = await client.call("/v1/servers/leave", ServerLeaves(name="student-0"), Servers)
+        left = await client.call("/v1/servers/leave", wire.ServerLeaves(name="student-0"), Servers)
         assert [one.name for one in left.servers] == ["student-1"]
         written, reached = first.generated, len(trainer.batches)
-        while len(trainer.batches) < reached + 5:
-            await trainer.stepped.wait()
+        await trainer.reached(reached + 5)
         assert first.generated <= written + 1
         listed = await client.call("/v1/servers", None, Servers)
         assert [(one.phase, one.version is not None) for one in listed.servers] == [("serving", True)]
         run.request_stop("enough")
         await training
         summary = await task
-    trained = [i for ids in trainer.ledger[0].values() for i in ids]
-    assert len(trained) == len(set(trained))
+    assert len(trainer.trained) == len({*trainer.trained})
     assert summary["weights_identical_by_replica"] == {"student-1": True}
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "message"),
+    ("url", "name", "message"),
     [
-        (
-            "",
-            ServerRegisters(run=None, url="b:1"),
-            r"'b:1' cannot register: it is not a server's URL: write http://",
-        ),
-        (
-            "",
-            ServerRegisters(run=None, url="http://b:80a0"),
-            r"'http://b:80a0' cannot register: it is not a server's",
-        ),
-        ("", ServerRegisters(run=None, url="http://"), r"'http:' cannot register: it is not a server's URL"),
-        (
-            "",
-            ServerRegisters(run=None, url="http://a:1/"),
-            "replica student-7 is a member already: remove it first",
-        ),
-        (
-            "",
-            ServerRegisters(run=None, url="http://c:1", name="student-7"),
-            "replica student-7 is a member already",
-        ),
-        (
-            "",
-            ServerRegisters(run=None, url="http://c:1", name="zz"),
-            "no server 'zz' is expected to register",
-        ),
-        ("/leave", ServerLeaves(name="zz"), "no replica 'zz': there are student-7"),
+        ("b:1", None, "'b:1' cannot register: it is not a server's URL: write http://"),
+        ("http://b:80a0", None, "'http://b:80a0' cannot register: it is not a server's"),
+        ("http://", None, "'http:' cannot register: it is not a server's URL"),
+        ("http://a:1/", None, "replica student-7 is a member already: remove it first"),
+        ("http://c:1", "student-7", "replica student-7 is a member already"),
+        ("http://c:1", "zz", "no server 'zz' is expected to register"),
+        (None, "zz", "no replica 'zz': there are student-7"),
     ],
 )
-async def test_a_replica_that_cannot_join_or_leave_is_named(controller, path, body, message) -> None:
+async def test_a_replica_that_cannot_join_or_leave_is_named(controller, url, name, message) -> None:
     replicas = {"student-7": MemoryReplica(url="http://a:1")}
     run = controller(token=TOKEN, connect=lambda there: MemoryReplica(url=str(there)), replicas=replicas)
-    task, client = asyncio.create_task(run.run()), Remote(run)
-    with pytest.raises(RemoteError, match=message):
-        await client.call(f"/v1/servers{path}", body, Servers)
-    assert (await client.get("/v1/servers")).status_code == 401
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with running(run) as client:
+        with pytest.raises(RemoteError, match=message):
+            if url is None:
+                await client.call("/v1/servers/leave", wire.ServerLeaves(name=name), Servers)
+            else:
+                await client.call("/v1/servers", wire.ServerRegisters(None, url, name), Servers)
+        assert (await client.get("/v1/servers")).status_code == 401
 
 
 async def test_the_command_lists_adds_and_removes(controller, monkeypatch) -> None:
     monkeypatch.setenv("DISTILL_TOKEN", TOKEN)
     run = controller(token=TOKEN, connect=lambda there: MemoryReplica(url=str(there)))
-    task = asyncio.create_task(run.run())
 
     async def command(*words: str) -> str:
         arguments = ["servers", *words, "--controller", run.url]
@@ -392,13 +332,12 @@ async def test_the_command_lists_adds_and_removes(controller, monkeypatch) -> No
         assert result.exit_code == 0, result.exception
         return result.output
 
-    assert "r0 " in await command("ls")
-    assert "student-9" in await command("add", "http://b:1", "--name", "student-9")
-    output = await command("remove", "r0")
+    async with running(run):
+        assert "r0 " in await command("ls")
+        assert "student-9" in await command("add", "http://b:1", "--name", "student-9")
+        output = await command("remove", "r0")
     assert "student-9" in output
     assert "r0 " not in output
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_the_members_of_a_broadcast_that_is_over_are_lost(remote) -> None:

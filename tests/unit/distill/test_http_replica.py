@@ -4,74 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
 
 import pytest
 from in_memory import MemoryReplica, weights_of
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from served_app import at_url, replica_app
 
 from distill.rollout.replica_client import HttpReplica
-from distill.trainer_api.http_api import listen, serving
+from sync import wire
 from sync.base.errors import RemoteError, Unreachable
-from sync.wire import (
-    BroadcastTicket,
-    Generated,
-    GenerateFailed,
-    GeneratePrompt,
-    GenerateRequest,
-    Sampling,
-    UpdateRequest,
-    Version,
-    frame,
-)
-from sync.wire.server import read_message, refuse, reply
+from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, UpdateRequest, Version
 
-
-def application(engine: MemoryReplica, cut: int | None = None) -> Starlette:
-    """Routes of a replica over one in memory; after `cut` frames the stream ends inside one."""
-
-    async def generate(request: Request) -> Response:
-        asked = await read_message(request, GenerateRequest)
-
-        async def frames() -> AsyncIterator[bytes]:
-            sent = 0
-            async for answer in engine.generate(asked):
-                if sent == cut:
-                    yield frame(answer)[:9]
-                    return
-                sent += 1
-                yield frame(answer)
-
-        return StreamingResponse(frames())
-
-    async def update(request: Request) -> Response:
-        asked = await read_message(request, UpdateRequest)
-        if asked.version.step == 13:
-            return refuse(409, "digest of model.weight differs")
-        return reply(await engine.update(asked, 1.0))
-
-    async def state(request: Request) -> Response:
-        return reply(await engine.state("digests" in request.query_params))
-
-    async def health(_: Request) -> Response:
-        return PlainTextResponse("ok")
-
-    return Starlette(
-        routes=[
-            Route("/distill/v1/generate", generate, methods=["POST"]),
-            Route("/distill/v1/update", update, methods=["POST"]),
-            Route("/distill/v1/state", state),
-            Route("/health", health),
-        ]
-    )
-
-
-REQUEST = GenerateRequest(
-    sampling=Sampling(max_tokens=8), prompts=[GeneratePrompt(f"p{i}", [1, 2]) for i in range(3)]
-)
+PROMPTS = [GeneratePrompt(f"p{i}", [1, 2]) for i in range(3)]
+REQUEST = GenerateRequest(sampling=wire.Sampling(max_tokens=8), prompts=PROMPTS)
 
 
 async def collect(client: HttpReplica, into: list[Generated | GenerateFailed]) -> None:
@@ -81,9 +25,8 @@ async def collect(client: HttpReplica, into: list[Generated | GenerateFailed]) -
 
 async def test_completions_updates_and_digests_come_over_http() -> None:
     engine = MemoryReplica(spoil=lambda a: GenerateFailed(id=a.id, error="no") if a.id == "p1" else a)
-    bound = listen("127.0.0.1", 0, None)
-    async with serving(application(engine), bound):
-        client = HttpReplica(f"http://127.0.0.1:{bound.getsockname()[1]}")
+    async with at_url(replica_app(engine)) as url:
+        client = HttpReplica(url)
         assert await client.alive()
         answers: list[Generated | GenerateFailed] = []
         await collect(client, answers)
@@ -100,9 +43,8 @@ async def test_completions_updates_and_digests_come_over_http() -> None:
 
 
 async def test_a_stream_that_breaks_keeps_what_came_before() -> None:
-    bound = listen("127.0.0.1", 0, None)
-    async with serving(application(MemoryReplica(), cut=2), bound):
-        client = HttpReplica(f"http://127.0.0.1:{bound.getsockname()[1]}")
+    async with at_url(replica_app(MemoryReplica(), cut=2)) as url:
+        client = HttpReplica(url)
         answers: list[Generated | GenerateFailed] = []
         with pytest.raises(Unreachable, match="in the middle of a frame"):
             await collect(client, answers)
@@ -123,7 +65,7 @@ async def test_membership_of_a_broadcast_is_not_requested_twice() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         client = HttpReplica(f"http://127.0.0.1:{bound.getsockname()[1]}")
-        ticket = BroadcastTicket("127.0.0.1:1", "group", 1, 2)
+        ticket = wire.BroadcastTicket("127.0.0.1:1", "group", 1, 2)
         with pytest.raises(Unreachable, match="ClientConnectorError"):
             await client.update(UpdateRequest(version=Version(0, 1), broadcast=ticket), 3600.0)
         await client.aclose()

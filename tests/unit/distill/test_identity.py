@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
@@ -15,11 +15,13 @@ from audited import check
 from in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
 from recorded import rows_of
 from rich.console import Console
+from served_app import at_url, replica_app
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
+from distill.aio import cancel
 from distill.cli.main import MADE, show
 from distill.cli.options import guarded
 from distill.conclusion import end_problems
@@ -29,50 +31,14 @@ from distill.interfaces import Hooks
 from distill.launch.preflight import claim_of
 from distill.metrics.summary import complete
 from distill.rollout.replica_client import Answer, HttpReplica
-from distill.trainer_api.http_api import listen, serving
+from sync import wire
 from sync.base.errors import RemoteError, WrongServer
-from sync.wire import (
-    EvalReply,
-    EvalRequest,
-    Generated,
-    GenerateRequest,
-    ReplicaState,
-    RunIdentity,
-    ServerLease,
-    ServerRegisters,
-    Servers,
-    TrainerHello,
-    TrainerWelcome,
-    UpdateRequest,
-    Version,
-    frame,
-)
+from sync.wire import EvalReply, EvalRequest, Generated, GenerateRequest, ReplicaState, RunIdentity, Version
 from sync.wire.claims import Claim
 from sync.wire.client import BlockingPeer
 from sync.wire.server import RunGuard, read_message, reply
 
 OTHER = RunIdentity("test", "0123", "model")
-
-
-def replica_app(engine: MemoryReplica) -> Starlette:
-    async def generate(request: Request) -> Response:
-        asked = await read_message(request, GenerateRequest)
-        return StreamingResponse(frame(answer) async for answer in engine.generate(asked))
-
-    async def update(request: Request) -> Response:
-        return reply(await engine.update(await read_message(request, UpdateRequest), 1.0))
-
-    async def state(request: Request) -> Response:
-        return reply(await engine.state("digests" in request.query_params))
-
-    return Starlette(
-        routes=[
-            Route("/distill/v1/generate", generate, methods=["POST"]),
-            Route("/distill/v1/update", update, methods=["POST"]),
-            Route("/distill/v1/state", state),
-            Route("/health", lambda _: Response()),
-        ]
-    )
 
 
 def evaluator_app(engine: MemoryEvaluator) -> Starlette:
@@ -82,11 +48,8 @@ def evaluator_app(engine: MemoryEvaluator) -> Starlette:
     return Starlette(routes=[Route("/v1/evaluate", evaluate, methods=["POST"])])
 
 
-@asynccontextmanager
-async def served(app: Starlette, claim: Claim, *claiming: str) -> AsyncIterator[str]:
-    bound = listen("127.0.0.1", 0, None)
-    async with serving(RunGuard(app, claim, claiming), bound):  # type: ignore[arg-type]
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+def served(app: Any, claim: Claim, *claiming: str) -> AbstractAsyncContextManager[str]:
+    return at_url(RunGuard(app, claim, claiming))
 
 
 def replica(engine: MemoryReplica, claim: Claim) -> Any:
@@ -124,9 +87,8 @@ async def test_a_run_claims_its_replicas_and_finds_them_again_when_it_resumes(co
     async with replica(engine, held) as url:
         for steps in (2, 3):
             claim = Claim()
-            run = controller(
-                config(run={"steps": steps}), replicas={"r0": HttpReplica(url, claim=claim)}, claim=claim
-            )
+            replicas = {"r0": HttpReplica(url, claim=claim)}
+            run = controller(config(run={"steps": steps}), replicas=replicas, claim=claim)
             summary = await whole(run, MemoryTrainer(run.session))
             assert summary["problems"] == []
             assert summary["run"] == {"name": "test", "id": held.run_id, "model": "model"}
@@ -218,17 +180,13 @@ async def test_a_replica_that_another_run_took_over_is_taken_out_and_the_others_
 async def test_a_replica_of_another_run_cannot_be_added(controller, config) -> None:
     async with replica(MemoryReplica(), Claim(OTHER)) as url:
         claim = Claim()
-        run = controller(
-            config(run={"steps": 1000}), connect=lambda there: HttpReplica(there, claim=claim), claim=claim
-        )
-        task, client = asyncio.create_task(run.run()), BlockingPeer(run.url)
+        connect = lambda there: HttpReplica(there, claim=claim)  # noqa: E731
+        run = controller(config(run={"steps": 1000}), connect=connect, claim=claim)
+        task, call = asyncio.create_task(run.run()), BlockingPeer(run.url).call
         with pytest.raises(RemoteError, match=r"it serves run 'test' \(id 0123"):
-            await asyncio.to_thread(
-                client.call, "/v1/servers", ServerRegisters(run=None, url=url), ServerLease
-            )
+            await asyncio.to_thread(call, "/v1/servers", wire.ServerRegisters(None, url), wire.ServerLease)
         assert list(run.pool.replicas) == ["r0"]
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel([task])
 
 
 @pytest.mark.parametrize(
@@ -238,16 +196,10 @@ async def test_a_replica_of_another_run_cannot_be_added(controller, config) -> N
 async def test_a_trainer_of_another_run_is_not_welcomed(controller, name, run_id, accepted) -> None:
     run = controller()
     mine = run.record.run
-    hello = TrainerHello(
-        world_size=1,
-        checkpoint=None,
-        fingerprint="model",
-        run=name,
-        run_id=mine.id if run_id == "its own" else run_id,
-    )
+    hello = wire.TrainerHello(1, None, "model", name, mine.id if run_id == "its own" else run_id)
     if accepted:
         welcome = await run.session.hello(hello)
-        assert isinstance(welcome, TrainerWelcome)
+        assert isinstance(welcome, wire.TrainerWelcome)
         assert welcome.run == RunIdentity("test", mine.id, "model")
     else:
         with pytest.raises(RemoteError, match=rf"\(id {mine.id}\), the trainer is of run '{name}'"):
@@ -260,9 +212,8 @@ async def test_a_trainer_that_talks_to_the_controller_of_another_run_is_refused(
     run = controller()
     task, client = asyncio.create_task(run.run()), BlockingPeer(run.url, claim=Claim(OTHER))
     with pytest.raises(WrongServer, match=rf"it serves run 'test' \(id {run.record.run.id}\)"):
-        await asyncio.to_thread(client.call, "/v1/servers", None, Servers)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+        await asyncio.to_thread(client.call, "/v1/servers", None, wire.Servers)
+    await cancel([task])
 
 
 # --- versions that cannot be ------------------------------------------------------------------------------
@@ -283,12 +234,9 @@ class Foreign(MemoryReplica):
 @pytest.mark.parametrize(
     ("version", "words"),
     [
-        (Version(0, 120), r"are of L000-v00000120, and this run published L000-v00000000 to L000-v0000000\d"),
-        (
-            Version(7, 1),
-            r"are of L007-v00000001, and this run published nothing of lineage 7: ",
-        ),
-        (Version(0, -3), r"are of L000-v-0000003, and this run published"),
+        (Version(0, 120), r"L000-v00000120, and this run published L000-v00000000 to L000-v0000000\d"),
+        (Version(7, 1), "L007-v00000001, and this run published nothing of lineage 7: "),
+        (Version(0, -3), "L000-v-0000003, and this run published"),
     ],
 )
 async def test_a_version_that_was_never_published_costs_its_completion_and_enters_no_figure(
@@ -304,13 +252,11 @@ async def test_a_version_that_was_never_published_costs_its_completion_and_enter
     assert summary["rollout"]["dropped"]["impossible_version"] == len(aside) >= 6
     assert 0 <= summary["buffer"]["age_mean"] <= summary["buffer"]["age_max"] <= 2
     assert {one.reason for one in aside} == {"impossible_version"}
-    assert all(re.search(words, one.detail) for one in aside[-3:]), aside[-1].detail
+    assert all(re.search(f"are of {words}", one.detail) for one in aside[-3:]), aside[-1].detail
     assert check(tmp_path, trainer.ledger).ok
 
 
-async def test_a_replica_whose_version_is_not_on_record_is_brought_to_the_newest(
-    controller,
-) -> None:
+async def test_a_replica_whose_version_is_not_on_record_is_brought_to_the_newest(controller) -> None:
     ahead = MemoryReplica(version=Version(0, 120))
     run = controller(replicas={"r0": ahead})
     summary = await whole(run)
@@ -349,13 +295,10 @@ def conclusion(folder: Any, trainer: MemoryTrainer) -> tuple[dict[str, Any], lis
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        (
-            {"replicas": {"r0": Altered()}},
-            "r0 holds other weights than the trainer at L000-v00000006",
-        ),
+        ({"replicas": {"r0": Altered()}}, "r0 holds other weights than the trainer at L000-v00000006"),
         (
             {"replicas": {"r0": MemoryReplica(), "r1": MemoryReplica(up=False)}},
-            "were not compared with those of r1",
+            "not compared with those of r1",
         ),
         ({"evaluator": Failing()}, 'L000-v00000006 could not be evaluated, so "after" is empty: disk full'),
     ],
@@ -406,8 +349,7 @@ async def test_a_run_that_was_interrupted_owes_no_proof_but_tells_what_differs(
     trainer = MemoryTrainer(run.session)
 
     async def stop() -> None:
-        while len(trainer.batches) < 2:
-            await trainer.stepped.wait()
+        await trainer.reached(2)
         run.request_stop("enough")
 
     summary, _ = await asyncio.gather(whole(run, trainer), stop())
@@ -428,10 +370,8 @@ def test_a_run_shows_what_it_made_and_fails_with_a_line_for_each_problem(tmp_pat
         (tmp_path / name).mkdir()
     models = {"tiny/teacher": "the teacher"}
     assert guarded(lambda: show(Console(), tmp_path, summary, models)) == 1
-    assert capsys.readouterr().err.splitlines() == [
-        f"distill: {summary['problems'][0]}",
-        summary["problems"][1],
-    ]
+    first, second = summary["problems"]
+    assert capsys.readouterr().err.splitlines() == [f"distill: {first}", second]
     assert guarded(lambda: show(Console(), tmp_path, {**summary, "problems": []})) == 0
     printed = capsys.readouterr().out.splitlines()
     assert "warning: every completion was cut off" in printed
