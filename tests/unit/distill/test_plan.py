@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
+from command import left
 from small_config import make_config
 
 import distill
-from distill.cli.main import main
 from distill.config import RunConfig
 from distill.config.cluster import ExternalCluster
 from distill.config.loading import load
@@ -68,12 +68,9 @@ def on_gpus(model: str, **sections: Any) -> RunConfig:
         "trainer": {"devices": "4,5", "ranks": 2, "deepspeed": DEEPSPEED},
         "preflight": {"gpu_gib": 10.0},
         "buffer": {"depth": "full"},
-        "evaluation": None,
     }
-    over = {name: {**(base.get(name) or {}), **fields} for name, fields in sections.items()}
-    merged = base | over
-    config = make_config(**{name: value for name, value in merged.items() if value is not None})
-    return config.model_copy(update={"evaluation": None})
+    over = {name: {**base.get(name, {}), **fields} for name, fields in sections.items()}
+    return make_config(**base | over).with_(evaluation=None)
 
 
 def planned(config: RunConfig, prompt: float = 4, completion: float = 8, **more: Any) -> estimate.Plan:
@@ -155,13 +152,9 @@ def test_seconds_flops_and_tokens_of_each_stage(model: str) -> None:
 def test_an_episode_is_as_long_as_its_limits_allow(
     model: str, limits: dict[str, int], given: tuple[float | None, float | None], lengths: tuple[float, float]
 ) -> None:
-    config = on_gpus(
-        model,
-        student={"engine_args": {"max-model-len": 100}},
-        environments={"e": {"environment": "own:play", **limits}},
-    )
+    student, game = {"engine_args": {"max-model-len": 100}}, {"environment": "own:play", **limits}
     prompts = EnvironmentPrompts(type="environment", environment="e")
-    config = config.model_copy(update={"prompts": prompts})
+    config = on_gpus(model, student=student, environments={"e": game}).with_(prompts=prompts)
     found = estimate.lengths_of(config, *given)
     assert (found.prompt, found.completion) == lengths
     assert planned(config).episodes
@@ -172,10 +165,8 @@ def test_an_episode_is_as_long_as_its_limits_allow(
 def test_completions_of_teachers_are_in_no_stage_and_the_plan_tells_their_share(
     model: str, share: float
 ) -> None:
-    config = on_gpus(
-        model, objective={"type": "sft", "on_policy": share}, weights={"kv_on_swap": "recompute"}
-    )
-    found = planned(config)
+    sections = {"objective": {"type": "sft", "on_policy": share}, "weights": {"kv_on_swap": "recompute"}}
+    found = planned(on_gpus(model, **sections))
     assert (found.stages[0].flops > 0, found.in_flight > 0) == (share > 0, share > 0)
     assert f"{1 - share:.0%} of the completions: in no stage" in shown(found)
     assert "generation by teachers" not in shown(planned(on_gpus(model)))
@@ -234,15 +225,13 @@ def test_prompts_of_a_file_are_measured(model: str, tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(folder)
     rows = tmp_path / "prompts.jsonl"
     rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abcd", "abcdefgh")))
-    config = on_gpus(str(folder))
     prompts = JsonlPrompts(type="jsonl", path=rows, template="plain")
-    config = config.model_copy(update={"prompts": prompts})
+    config = on_gpus(str(folder)).with_(prompts=prompts)
     lengths = estimate.lengths_of(config, None, None)
     assert (lengths.prompt, lengths.completion) == (6, config.rollout.max_tokens)
     assert lengths.source.startswith("prompt: mean of the first 256 rows")
-    prompts = prompts.model_copy(update={"path": tmp_path / "elsewhere.jsonl"})
-    config = config.model_copy(update={"prompts": prompts})
-    assert "prompt: assumed" in estimate.lengths_of(config, None, None).source
+    gone = config.with_(prompts={"path": tmp_path / "elsewhere.jsonl"})
+    assert "prompt: assumed" in estimate.lengths_of(gone, None, None).source
 
 
 def test_bytes_of_a_version(model: str) -> None:
@@ -339,17 +328,14 @@ def test_a_run_whose_student_generates_nothing_calibrates_no_plan(model: str, tm
         distill.plan(config, device="h100", probe=True)
 
 
-def test_steps_on_what_was_generated_before_the_first_or_for_the_last_are_not_measured(
-    tmp_path: Path,
-) -> None:
+def test_steps_on_what_was_generated_before_the_first_or_for_the_last_are_not_measured(tmp_path) -> None:
     """Two batches are there when the trainer starts, and three when generation has ended."""
     made_run(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     first = next(line for line in lines if "train/rows" in line)
     ends = [0, 20, 50, 80, 110, 140, 150, 155, 160]
-    rows = [
-        first | {"step": n, "time": end, "buffer/depth": 1.5, **scored(n)} for n, end in enumerate(ends, 1)
-    ]
+    first |= {"buffer/depth": 1.5}
+    rows = [first | {"step": n, "time": end, **scored(n)} for n, end in enumerate(ends, 1)]
     rows[-1]["buffer/depth"] = 2.0
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     stages = (("student-0", "generate"), ("teacher t", "score"), ("trainer", "train"))
@@ -399,32 +385,24 @@ def test_the_command_prints_writes_and_refuses_what_does_not_fit(
         f'[trainer]\ndevices = "2"\nranks = 1\ndeepspeed = "{DEEPSPEED}"\n'
     )
     words = ["plan", str(file), "--json", str(figures)]
-    assert left([*words, "--device", "h100"]) == 0
+    assert left(*words, "--device", "h100") == 0
     shown = capsys.readouterr().out
-    assert all(
-        word in shown for word in ("trainer, GPU 2", "the bottleneck", "GPU-hours", "Assumed: 0.4 of 989")
-    )
+    words_shown = "trainer, GPU 2", "the bottleneck", "GPU-hours", "Assumed: 0.4 of 989"
+    assert all(word in shown for word in words_shown)
     found = json.loads(figures.read_text())
     assert found["step_seconds"] == max(stage["seconds"] for stage in found["stages"])
     made_run(run := tmp_path / "before")
     (run / "config.json").write_text(load(file).model_dump_json())
-    assert left([*words, "--device", "h100", "--measured", str(run)]) == 0
+    assert left(*words, "--device", "h100", "--measured", str(run)) == 0
     assert "measured in before" in (shown := capsys.readouterr().out)
     assert "Assumed" not in shown
     assert json.loads(figures.read_text())["step_seconds"] == pytest.approx(2)
-    assert left([*words, "--device", "h100", "--set", "preflight.gpu_gib=1"]) == 1
+    assert left(*words, "--device", "h100", "--set", "preflight.gpu_gib=1") == 1
     assert "the preflight refuses it" in capsys.readouterr().err
-    assert left(words) == 2
+    assert left(*words) == 2
     assert "this machine has none: say which kind they are with --device" in capsys.readouterr().err
-    assert left([*words, "--device", "abacus"]) == 2
+    assert left(*words, "--device", "abacus") == 2
     assert f"choose one of {', '.join(DEVICES)}" in capsys.readouterr().err
-
-
-def left(words: list[str]) -> object:
-    """Exit status of a command."""
-    with pytest.raises(SystemExit) as leaving:
-        main(words)
-    return leaving.value.code
 
 
 # --- clusters
@@ -450,11 +428,8 @@ def test_on_slurm_roles_have_the_gpus_of_their_placement(model: str, monkeypatch
     assert sum("trainer (2 GPUs)" in line for line in found.machines) == 2
     assert found.refusal is None
     assert found.plan.gpus == 8
-    assert {stage.role: stage.devices for stage in found.plan.stages} == {
-        "replicas": 2,
-        "teacher t": 2,
-        "trainer": 4,
-    }
+    gpus = {stage.role: stage.devices for stage in found.plan.stages}
+    assert gpus == {"replicas": 2, "teacher t": 2, "trainer": 4}
     alone = [(use.host, gpu) for use in found.memory for gpu in use.gpus if use.host != EACH_NODE]
     assert len(alone) == len(set(alone)) == 4
     assert (*found.lines,)[: len(found.machines)] == (*found.machines,)
@@ -495,9 +470,7 @@ def test_ranks_of_all_machines_share_what_zero_shards(model: str) -> None:
     assert weights(2) == weights(1) / 2
 
 
-def test_a_process_that_registers_has_the_gpus_of_its_devices(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_registers_has_the_gpus_of_its_devices(model: str, monkeypatch) -> None:
     monkeypatch.setattr(placement, "installed_for_cpu", lambda: False)
     teacher = {"path": model, "devices": ["0,1", "3"], "replicas": 2}
     config = on_gpus(model, teachers={"t": teacher}, cluster={"type": "external"})
@@ -507,9 +480,7 @@ def test_a_process_that_registers_has_the_gpus_of_its_devices(
     assert used["teacher-t-0"].terms["weights"] == 2 * PARAMETERS / 2
 
 
-def test_processes_that_register_are_not_placed_on_the_controller_s_gpus(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_register_are_not_placed_on_the_controller_s_gpus(model: str, monkeypatch) -> None:
     monkeypatch.setattr(devices, "gpus", lambda: {"0": 80.0 * GIB})
     monkeypatch.setattr(devices, "visible", list)
     config = on_gpus(model, student={"devices": []})
@@ -560,9 +531,8 @@ async def test_a_run_that_fails_fails_the_probe(tmp_path: Path, monkeypatch: pyt
 
 def test_its_run_leaves_nothing_outside_its_folder(tmp_path: Path) -> None:
     store = {"type": "bucket", "bucket": "acme/weights"}
-    config = make_config(
-        run={"steps": 900}, weights={"store": store, "codec": "small"}, tracking={"wandb": "online"}
-    )
+    weights = {"store": store, "codec": "small"}
+    config = make_config(run={"steps": 900}, weights=weights, tracking={"wandb": "online"})
     short = probe.shortened(config, tmp_path)
     assert short.run_dir == tmp_path / "probe"
     assert (short.weights.store.type, short.weights.codec) == ("directory", "small")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from pathlib import Path
@@ -12,29 +11,20 @@ import msgspec
 import numpy as np
 import pytest
 from browser import DESKTOP, PHONE, Size, look
+from command import left
 from in_memory import MemoryTrainer
 from matplotlib.figure import Figure
 from small_config import make_config, run_of_letters
+from started import to_the_end
 from trace_processor import Trace
 
 from distill.buffer import Batch
-from distill.cli.main import main
 from distill.evaluation.completions import file_of
 from distill.interfaces import Hooks
+from distill.metrics import samples
 from distill.metrics.page import draw, draw_cost, middle_window, write_page
 from distill.metrics.results import read_run
-from distill.metrics.samples import (
-    QUARANTINE,
-    SAMPLES,
-    Quarantine,
-    Sample,
-    SampleFile,
-    choose,
-    figures,
-    read_samples,
-    shaded,
-    shown,
-)
+from distill.metrics.samples import QUARANTINE, SAMPLES, Quarantine, Sample, SampleFile, choose, read_samples
 from distill.metrics.summary import before_and_after, longest_waits, use_of_tokens
 from distill.metrics.timeline import Span
 from distill.metrics.trace import write_trace
@@ -52,9 +42,8 @@ def write_run(folder: Path, steps: int = 30, passed: bool = True) -> None:
     for step in range(steps + 1):
         if step:
             figures = {"train/reverse_kl": 1 / step, "train/tokens_total": step * 1e3, "buffer/age_mean": 2.0}
-            lines.log(
-                step, {**figures, "buffer/age_max": 4.0, "perf/wait_seconds": 0.1, "perf/train_seconds": 0.2}
-            )
+            figures |= {"buffer/age_max": 4.0, "perf/wait_seconds": 0.1, "perf/train_seconds": 0.2}
+            lines.log(step, figures)
             spans.write(Span("trainer", "train", step, step + 0.2))
             spans.write(Span("student-0", "generate", step - 0.4, step + 0.1))
         if step % 10 == 0:
@@ -85,9 +74,7 @@ def test_a_folder_without_figures_and_a_run_of_an_earlier_version_are_refused(tm
     with pytest.raises(DataError, match="name the folder of a run"):
         read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 2.0, "staleness/mean": 1.0}\n')
-    with pytest.raises(
-        DataError, match=r"the figure 'staleness/mean'.*rollout, teacher.*names\.py.*wrote it"
-    ):
+    with pytest.raises(DataError, match=r"figure 'staleness/mean'.*rollout, teacher.*names\.py.*wrote it"):
         read_run(tmp_path)
 
 
@@ -110,19 +97,13 @@ def test_steps_that_a_resume_or_a_rollback_did_again_are_read_once(tmp_path: Pat
         ("metrics.jsonl", '{"time": 1.0}', "missing required field `step`"),
         ("metrics.jsonl", '{"step": "1", "time": 1.0}', "Expected `float`, got `str`"),
         ("metrics.jsonl", '{"step": 1, "time": 1.0, "train/loss": []}', "no number as train/loss of step 1"),
-        (
-            "timeline.jsonl",
-            '{"role": "trainer", "what": "train", "start": 1.0}',
-            "missing required field `end`",
-        ),
-        ("timeline.jsonl", '{"role": "trainer", "what": "train", "start": 1.0, "end": NaN}', "malformed"),
+        ("timeline.jsonl", '{"role": "a", "what": "train", "start": 1.0}', "missing required field `end`"),
+        ("timeline.jsonl", '{"role": "a", "what": "train", "start": 1.0, "end": NaN}', "malformed"),
         ("summary.json", '{"steps": ', "truncated"),
         ("summary.json", "[]", "Expected `object`"),
     ],
 )
-def test_a_file_with_something_else_in_it_is_one_message(
-    tmp_path: Path, name: str, content: str, why: str
-) -> None:
+def test_a_file_with_something_else_in_it_is_one_message(tmp_path, name: str, content: str, why: str) -> None:
     write_run(tmp_path / "run", 3)
     with (tmp_path / "run" / name).open("a") as file:
         file.write(f"{content}\n")
@@ -164,15 +145,8 @@ def test_a_figure_that_is_not_finite_is_null_in_the_file_and_left_out_of_the_pic
     path = tmp_path / "run" / "metrics.jsonl"
     lines = MetricsFile(path)
     for figure in (math.nan, math.inf, -math.inf):
-        lines.log(
-            6,
-            {
-                "train/loss": figure,
-                "train/reverse_kl": figure,
-                "buffer/age_max": figure,
-                "train/skipped": 1.0,
-            },
-        )
+        figures = dict.fromkeys(("train/loss", "train/reverse_kl", "buffer/age_max"), figure)
+        lines.log(6, figures | {"train/skipped": 1.0})
     lines.log(6, {"eval/reverse_kl": math.nan, "eval/pass_rate": 0.5})
     lines.close()
     read = [json.loads(line, parse_constant=not_json) for line in path.read_text().splitlines()]
@@ -182,21 +156,16 @@ def test_a_figure_that_is_not_finite_is_null_in_the_file_and_left_out_of_the_pic
 
 
 def test_the_table_shows_what_is_known() -> None:
-    summary = {
-        "before": {"reverse_kl": 1.25, "pass_rate": 0.2},
-        "after": {"reverse_kl": 0.17, "pass_rate": 0.815},
-    }
-    assert before_and_after(summary) == [
-        ("reverse KL, nats per token", "1.250", "0.170"),
-        ("pass rate", "20.0%", "81.5%"),
-    ]
+    before, after = {"reverse_kl": 1.25, "pass_rate": 0.2}, {"reverse_kl": 0.17, "pass_rate": 0.815}
+    summary: dict[str, Any] = {"before": before, "after": after}
+    shown = [("reverse KL, nats per token", "1.250", "0.170"), ("pass rate", "20.0%", "81.5%")]
+    assert before_and_after(summary) == shown
     summary["before"]["reward"], summary["after"]["reward"] = 0.2, 0.815
     assert len(before_and_after(summary)) == 2, "a reward of 0 or 1 is the pass rate"
     summary["after"]["reward"] = 0.75
     assert before_and_after(summary)[2] == ("reward", "0.200", "0.750")
-    assert before_and_after({"before": None, "after": {"reverse_kl": 0.5, "pass_rate": None}}) == [
-        ("reverse KL, nats per token", "–", "0.500")
-    ]
+    alone = {"before": None, "after": {"reverse_kl": 0.5, "pass_rate": None}}
+    assert before_and_after(alone) == [("reverse KL, nats per token", "–", "0.500")]
 
 
 SUMMARY = {
@@ -279,10 +248,8 @@ def test_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     sides["after"]["pass_rate"] = 0.5
     (tmp_path / "one" / "summary.json").write_text(json.dumps({**SUMMARY, **sides}))
     page = write_page([tmp_path / "one"], tmp_path / "report.html").read_text()
-    assert (
-        "<th>Held out, by source</th><th>reverse KL, nats per token</th><th>pass rate</th><th>reward</th>"
-        in page
-    )
+    columns = "<th>reverse KL, nats per token</th><th>pass rate</th><th>reward</th>"
+    assert f"<th>Held out, by source</th>{columns}" in page
     assert "<td>maths</td><td>0.250 → 0.250</td><td>50.0% → 50.0%</td><td>0.500 → 0.500</td>" in page
     assert "<td>code</td><td>– → 0.500</td><td>– → –</td><td>– → –</td>" in page
     assert "<td>pass rate: after</td>" in page
@@ -305,15 +272,11 @@ def test_perfetto_reads_every_span_on_a_track_of_its_role_and_kind_and_the_count
     assert trace.problems() == []
     origin = 0.6  # the first span begins there
     spans = {("student-0", "generate"): (0.6, 1.6, 0.5), ("trainer", "train"): (1.0, 2.0, 0.2)}
-    expected = [
-        pytest.approx((role, what, what, at - origin, seconds))
-        for (role, what), (*both, seconds) in spans.items()
-        for at in both
-    ]
+    rows = [(*track, at, seconds) for track, (*both, seconds) in spans.items() for at in both]
+    expected = [pytest.approx((role, what, what, at - origin, seconds)) for role, what, at, seconds in rows]
     assert [*trace.slices()] == expected
-    counters = trace.rows(
-        "select name, count(*) as samples from counter join counter_track t on t.id = track_id group by 1"
-    )
+    joined = "counter join counter_track t on t.id = track_id"
+    counters = trace.rows(f"select name, count(*) as samples from {joined} group by 1")
     names = "buffer/age_mean", "train/reverse_kl", "train/tokens_total"
     assert [*counters] == [(f"{name} value", 2) for name in names]
 
@@ -396,18 +359,9 @@ class Letters:
 
 def sample(id: str, excess: list[float], truncated: bool = False) -> Sample:
     count = len(excess)
+    theirs = [-nats for nats in excess]
     return Sample(
-        version="L000-v00000000",
-        id=id,
-        age=1,
-        teacher="t",
-        prompt=[0],
-        tokens=list(range(count)),
-        logprob=[0.0] * count,
-        teacher_logprob=[-nats for nats in excess],
-        reward=None,
-        truncated=truncated,
-        by_teacher=False,
+        "L000-v00000000", id, 1, "t", [0], [*range(count)], [0.0] * count, theirs, None, truncated, False
     )
 
 
@@ -420,13 +374,12 @@ async def test_a_run_writes_samples_of_every_nth_batch(controller, config, tmp_p
         file.write(batch)
 
     run = controller(config(run={"steps": 5}), hooks=Hooks(batch=note))
-    trainer = MemoryTrainer(run.session)
-    await asyncio.gather(run.run(), trainer.run())
+    await to_the_end(run, MemoryTrainer(run.session))
     file.close()
-    samples = read_samples(tmp_path)
-    assert {sample.version for sample in samples} == {"L000-v00000000", "L000-v00000002", "L000-v00000004"}
-    assert len(samples) == 9
-    for sample in samples:
+    written = read_samples(tmp_path)
+    assert {sample.version for sample in written} == {"L000-v00000000", "L000-v00000002", "L000-v00000004"}
+    assert len(written) == 9
+    for sample in written:
         batch = batches[int(sample.version[-8:])]
         (rollout,) = (rollout for rollout in batch.rollouts if rollout.id == sample.id)
         assert sample.tokens == unpack(rollout.tokens).tolist()
@@ -440,13 +393,13 @@ def ids(samples: list[Sample]) -> str:
 
 
 def test_the_worst_the_longest_and_the_truncated_come_first() -> None:
-    samples = [sample("a", [0.5, 0.5]), sample("b", [3.0], truncated=True), sample("c", [0.0] * 3)]
+    all_ = [sample("a", [0.5, 0.5]), sample("b", [3.0], truncated=True), sample("c", [0.0] * 3)]
     orders = {"worst": 2, "longest": 1, "truncated": 5}
-    assert [ids(choose(samples, order, count)) for order, count in orders.items()] == ["ba", "c", "b"]
+    assert [ids(choose(all_, order, count)) for order, count in orders.items()] == ["ba", "c", "b"]
 
 
 def test_a_token_is_coloured_by_what_the_teacher_finds_unlikely() -> None:
-    text = shown(sample("a", [0.0, 0.6, 5.0]), Letters())
+    text = samples.shown(sample("a", [0.0, 0.6, 5.0]), Letters())
     assert text.plain.endswith("a\nabc")
     styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
     assert (styles["b"], styles["c"]) == ("khaki3", "white on red3")
@@ -462,20 +415,20 @@ def test_of_an_episode_the_students_tokens_alone_have_a_divergence() -> None:
     one = episode()
     assert one.parts == [(0, 2, False), (2, 4, True), (4, 5, False), (5, 7, True)]
     assert (one.own_length, one.reverse_kl) == (3, 2.0)
-    assert "2 turns  3 tokens" in figures(one)
-    assert "reward 1" in figures(one)
+    assert "2 turns  3 tokens" in samples.figures(one)
+    assert "reward 1" in samples.figures(one)
     plain = sample("b", [3.0])
     assert plain.parts == [(0, 1, False)]
     assert (ids(choose([one, plain], "worst", 2)), ids(choose([plain, one], "longest", 1))) == ("ba", "a")
 
 
 def test_of_an_episode_it_is_shown_who_said_what() -> None:
-    text = shown(episode(), Letters())
+    text = samples.shown(episode(), Letters())
     assert text.plain.endswith("a\nstudent: ab\nenvironment: cd\nstudent: e\nenvironment: fg")
     styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
     assert (styles["b"], styles["cd"], styles["e"]) == ("black on khaki1", "dim", "white on red3")
     grey = '<span title="environment" style="color:#7b8794">{}</span>'
-    page = shaded(episode(), Letters())
+    page = samples.shaded(episode(), Letters())
     assert [page.count(grey.format(text)) for text in ("cd", "fg")] == [1, 1]
     assert page.count("nats") == 3
 
@@ -492,20 +445,14 @@ def test_the_turns_of_a_rollout_are_in_its_sample_and_another_file_is_refused(tm
         read_samples(tmp_path)
 
 
-def test_what_was_quarantined_is_printed_newest_first_with_its_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_quarantined_is_printed_newest_first_with_its_reason(tmp_path, capsys) -> None:
     config, tokenizer = run_of_letters(tmp_path), letter_tokenizer()
     lines = JsonLines(config.run_dir / QUARANTINE)
     for name, letters in {"0:1:0": "ab", "0:2:0": "cd"}.items():
         tokens = tokenizer.encode(letters)
         lines.write(Quarantine(name, tokenizer.encode("ba>"), tokens, "over_long", "cut at 2 tokens"))
     lines.close()
-    with pytest.raises(SystemExit) as leaving:
-        main(["samples", str(config.run_dir), "--order", "quarantined"])
-    assert leaving.value.code == 0
-    said = capsys.readouterr().out
-    first, second = (
-        f"0:{row}:0  over_long: cut at 2 tokens\nba>\n{text}\n" for row, text in ((2, "cd"), (1, "ab"))
-    )
-    assert said == f"{first}\n{second}\n"
+    assert left("samples", str(config.run_dir), "--order", "quarantined") == 0
+    why = "over_long: cut at 2 tokens"
+    first, second = (f"0:{row}:0  {why}\nba>\n{text}\n" for row, text in ((2, "cd"), (1, "ab")))
+    assert capsys.readouterr().out == f"{first}\n{second}\n"

@@ -43,6 +43,12 @@ def opened(config: DatasetPrompts, wanted: int = 0, seed: int = 1) -> tuple[Stre
     return open_stream(config, RowReader(config, letters, 50), seed, wanted, share=0.1)
 
 
+def going_on(source: Any, folder: Path) -> Any:
+    """The source, whose place is read from the folder and kept there."""
+    keep_position(source, folder, saved_starts(folder))
+    return source
+
+
 def texts(source: StreamSource, indices: range) -> list[str]:
     return [source[index].text for index in indices]
 
@@ -73,47 +79,32 @@ def test_rows_are_shuffled_within_their_block_alone(dataset: DatasetPrompts) -> 
 def test_a_resumed_stream_goes_on_with_the_same_rows(
     dataset: DatasetPrompts, tmp_path: Path, position: int, kept: bool
 ) -> None:
-    whole, _ = opened(dataset, wanted=4)
-    keep_position(whole, tmp_path, saved_starts(tmp_path))
+    whole = going_on(opened(dataset, wanted=4)[0], tmp_path)
     wanted = [whole[index] for index in range(position + 30)]
     if not kept:
         (tmp_path / "stream-prompts.json").unlink()
-    again, _ = opened(dataset, wanted=4)
-    keep_position(again, tmp_path, saved_starts(tmp_path))
-    stream = PromptStream(again, seed=5, per_prompt=2)
+    stream = PromptStream(going_on(opened(dataset, wanted=4)[0], tmp_path), seed=5, per_prompt=2)
     stream.cursor = Cursor(0, 2 * position)
-    taken = stream.take(60)
-    assert [(one.token_ids, one.id.split(":")[1]) for one in taken[::2]] == [
-        (one.token_ids, one.id) for one in wanted[position:]
-    ]
+    taken = [(one.token_ids, one.id.split(":")[1]) for one in stream.take(60)[::2]]
+    assert taken == [(one.token_ids, one.id) for one in wanted[position:]]
 
 
-def test_a_resume_with_its_file_reads_little_again(
-    dataset: DatasetPrompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, _ = opened(dataset)
-    keep_position(whole, tmp_path, saved_starts(tmp_path))
+def test_a_resume_with_its_file_reads_little_again(dataset: DatasetPrompts, tmp_path: Path) -> None:
+    whole = going_on(opened(dataset)[0], tmp_path)
     expected = texts(whole, range(55))[50:]
-    again, _ = opened(dataset)
-    keep_position(again, tmp_path, saved_starts(tmp_path))
+    again = going_on(opened(dataset)[0], tmp_path)
     assert texts(again, range(50, 55)) == expected
     assert again._reader.read <= 3 * 7, "two blocks, and the beginning of a third"
-    other, _ = opened(dataset.model_copy(update={"min_prompt_tokens": 2}))
-    keep_position(other, tmp_path, saved_starts(tmp_path))
+    other = going_on(opened(dataset.model_copy(update={"min_prompt_tokens": 2}))[0], tmp_path)
     assert texts(other, range(5)) != texts(whole, range(5)), "the file of another stream is not believed"
     (tmp_path / "stream-prompts.json").write_text("{")
-    torn, _ = opened(dataset)
-    keep_position(torn, tmp_path, saved_starts(tmp_path))
-    assert texts(torn, range(50, 55)) == expected
+    assert texts(going_on(opened(dataset)[0], tmp_path), range(50, 55)) == expected
 
 
 def test_a_stream_is_resumed_again_and_again_at_one_place(dataset: DatasetPrompts, tmp_path: Path) -> None:
-    whole, _ = opened(dataset)
-    keep_position(whole, tmp_path, saved_starts(tmp_path))
-    expected = texts(whole, range(55))[50:]
+    expected = texts(going_on(opened(dataset)[0], tmp_path), range(55))[50:]
     for _ in range(3):
-        again, _ = opened(dataset)
-        keep_position(again, tmp_path, saved_starts(tmp_path))
+        again = going_on(opened(dataset)[0], tmp_path)
         assert texts(again, range(50, 55)) == expected
         again._thread.shutdown()
 
@@ -130,13 +121,16 @@ def test_two_blocks_are_in_memory_and_the_next_is_read_ahead(dataset: DatasetPro
     assert {100 // 7, 104 // 7} <= source._blocks.keys()
 
 
+def rows_of(folder: Path, rows: list[dict[str, str]], **fields: Any) -> DatasetPrompts:
+    """A dataset of these rows."""
+    (folder / "rows").mkdir()
+    (folder / "rows/rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return DatasetPrompts(type="dataset", path=str(folder / "rows"), template="plain", **fields)
+
+
 def test_filters_and_unusable_rows_are_dropped_and_counted(tmp_path: Path, caplog: Any) -> None:
     rows = [{"prompt": "x" * (1 + row % 3)} for row in range(60)] + [{"prompt": ""}] * 3
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = DatasetPrompts(
-        type="dataset", path=str(tmp_path), template="plain", stream_rows=8, max_prompt_tokens=2
-    )
-    source, _ = opened(config)
+    source, _ = opened(rows_of(tmp_path, rows, stream_rows=8, max_prompt_tokens=2))
     assert {len(source[index].token_ids) for index in range(40)} == {1, 2}
     [source[index] for index in range(48)]
     assert "pass 0 has ended; prompts: 23 of 63 rows" in caplog.text
@@ -146,24 +140,18 @@ def test_filters_and_unusable_rows_are_dropped_and_counted(tmp_path: Path, caplo
 
 def test_a_stream_of_which_most_is_unusable_ends_the_run(tmp_path: Path) -> None:
     rows = [{"prompt": "x"}] * 300 + [{"prompt": ""}] * 400
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = DatasetPrompts(type="dataset", path=str(tmp_path), template="plain", stream_rows=50)
-    source, _ = opened(config)
+    source, _ = opened(rows_of(tmp_path, rows, stream_rows=50))
     assert source[249].text == "x"
-    with pytest.raises(
-        DataError, match=r"301 of 601 rows cannot be used, such as .* row 600: field 'prompt'"
-    ):
+    problem = r"301 of 601 rows cannot be used, such as .* row 600: field 'prompt'"
+    with pytest.raises(DataError, match=problem):
         [source[index] for index in range(400)]
 
 
 def test_where_a_resume_begins_does_not_decide_whether_a_stream_goes_on(tmp_path: Path) -> None:
     rows = [{"prompt": "x"}] * 300 + [{"prompt": ""}] * 40 + [{"prompt": "y"}] * 300
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows/rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = DatasetPrompts(type="dataset", path=str(tmp_path / "rows"), template="plain", stream_rows=50)
+    config = rows_of(tmp_path, rows, stream_rows=50)
     for _ in range(2):
-        source, _ = opened(config)
-        keep_position(source, tmp_path, saved_starts(tmp_path))
+        source = going_on(opened(config)[0], tmp_path)
         assert texts(source, range(300, 330)) == ["y"] * 30
         source._thread.shutdown()
 
@@ -285,12 +273,11 @@ def test_parts_that_read_the_same_rows_train_on_none_that_another_holds_out(
 
 
 def test_parts_of_one_environment_train_on_no_task_that_another_holds_out(tmp_path: Path) -> None:
+    tasks = [EnvironmentSource("e", 0)[task] for task in range(6)]
+    counted = sources.CountedEnvironmentSource("e", 2, 30)
     splits = {
-        name: PromptSplit(train, [EnvironmentSource("e", 0)[task] for task in range(count)], None)
-        for name, count, train in (
-            ("a", 6, EnvironmentSource("e", 6)),
-            ("b", 2, sources.CountedEnvironmentSource("e", 2, 30)),
-        )
+        "a": PromptSplit(EnvironmentSource("e", 6), tasks, None),
+        "b": PromptSplit(counted, tasks[:2], None),
     }
     parts = {name: {"type": "environment", "environment": "e"} for name in splits}
     sources._hold_out_together(MixturePrompts.model_validate({"type": "mixture", "parts": parts}), splits)
@@ -314,29 +301,19 @@ def test_a_configured_mixture_holds_out_of_each_part_and_rewards_by_part(tmp_pat
 
 def test_a_part_of_a_mixture_may_be_streamed(tmp_path: Path, dataset: DatasetPrompts) -> None:
     part = dataset.model_dump() | {"reward_fn": None}
-    config = mixed(tmp_path, parts={"more": part})
-    split = opened_mixture(config)
+    split = opened_mixture(mixed(tmp_path, parts={"more": part}))
     assert split.rewards is None
     assert split.notes == ("prompts: completions have no reward, because more of prompts.parts has none",)
-    parts = {
-        name: {
-            "reward_fn": None,
-            "type": "jsonl",
-            "template": "plain",
-            "path": str(tmp_path / f"{name}.jsonl"),
-        }
-        for name in ("math", "law")
-    }
+    plain = {"type": "jsonl", "template": "plain"}
+    parts = {name: plain | {"path": str(tmp_path / f"{name}.jsonl")} for name in ("math", "law")}
     config = mixed(tmp_path, parts={**parts, "more": part})
     first, second = opened_mixture(config), opened_mixture(config)
-    keep_position(first.train, tmp_path, saved_starts(tmp_path))
-    stream = PromptStream(first.train, seed=0)
+    stream = PromptStream(going_on(first.train, tmp_path), seed=0)
     while (loading := stream.loading(100)) is not None:
         loading.result(timeout=60)
     wanted = [prompt.id for prompt in stream.take(300)]
     assert (tmp_path / "stream-more.json").is_file()
-    keep_position(second.train, tmp_path, saved_starts(tmp_path))
-    again = PromptStream(second.train, seed=0)
+    again = PromptStream(going_on(second.train, tmp_path), seed=0)
     again.cursor = Cursor(0, 200)
     assert [prompt.id for prompt in again.take(100)] == wanted[200:]
 
@@ -357,10 +334,8 @@ def test_what_a_mixture_cannot_use_is_refused(tmp_path: Path, more: Any, says: s
 
 
 def test_a_resume_compares_the_rows_of_every_part(tmp_path: Path) -> None:
-    root = Path(__file__).parents[3]
-    config = mixed(tmp_path)
-    trainer = config.trainer.model_copy(update={"deepspeed": root / "configs/deepspeed/zero3_cpu.json"})
-    config = config.model_copy(update={"trainer": trainer})
+    deepspeed = Path(__file__).parents[3] / "configs/deepspeed/zero3_cpu.json"
+    config = mixed(tmp_path).with_(trainer={"deepspeed": deepspeed})
     before = content(config, opened_mixture(config))["prompts"]
     (tmp_path / "law.jsonl").write_text((tmp_path / "law.jsonl").read_text().replace("law 99", "law 98"))
     after = content(config, opened_mixture(config))["prompts"]

@@ -26,20 +26,10 @@ from student_trainer.objectives.divergences import (
     hybrid,
     sampled,
 )
+from sync import wire
 from sync.base.errors import DataError
 from sync.base.tokenizers import OTHER, first_bytes, token_bytes
-from sync.wire import (
-    Scored,
-    ScoreRefused,
-    ScoreSequence,
-    Segment,
-    TeacherCompletion,
-    TeacherPrompt,
-    Want,
-    checks,
-    pack,
-    unpack,
-)
+from sync.wire import Scored, ScoreRefused, ScoreSequence, Segment, TeacherCompletion, Want, pack, unpack
 from teacher_service.client import Reply
 
 END = "<end>"
@@ -200,9 +190,7 @@ def test_the_teachers_ids_become_the_students_of_the_same_text() -> None:
     shared = {id_: other for id_, other in enumerate(both.shared.tolist()) if other >= 0}
     assert len(shared) == 256 + 1
     assert shared[FRENCH.eos_token_id] == ENGLISH.eos_token_id
-    assert {token_bytes(FRENCH)[id_] == token_bytes(ENGLISH)[other] for id_, other in shared.items()} == {
-        True
-    }
+    assert all(token_bytes(FRENCH)[id_] == token_bytes(ENGLISH)[other] for id_, other in shared.items())
 
 
 def test_s_stands_where_the_teacher_parts_a_text_whatever_follows() -> None:
@@ -248,12 +236,8 @@ def test_every_token_in_g_has_the_same_s_whatever_follows(
     parted = np.unpackbits(np.array(here[2], "u1"))[first]
     assume(parted[ids[place]])
     chosen = int(data.draw(st.sampled_from(np.flatnonzero(parted))))
-    tail = (
-        []
-        if chosen == ENGLISH.eos_token_id
-        else [*other, ENGLISH.eos_token_id][: data.draw(st.integers(0, 5))]
-    )
-    changed = [*before, chosen, *tail]
+    tail = [*other, ENGLISH.eos_token_id][: data.draw(st.integers(0, 5))]
+    changed = [*before, chosen, *(tail if chosen != ENGLISH.eos_token_id else [])]
     assert [array[place].tolist() for array in support(both, teacher, changed, 80)] == here
     assert parted[[id_ for id_ in here[0] if id_ >= 0]].all()
 
@@ -281,14 +265,19 @@ class Given(TextTeacher):
         return Scored(asked.id, logprob, *(map(pack, topk) if k else ()))
 
 
+def client_of(student: Any, teacher: Any) -> Given:
+    return Given(translation(student, teacher), "teacher", ["http://127.0.0.1:1"])
+
+
+def asked(name: str, ids: list[int], prompt: list[int]) -> ScoreSequence:
+    return ScoreSequence.of(name, pack(np.array(prompt, "i4")), pack(np.array(ids, "i4")))
+
+
 async def test_a_teacher_is_sent_its_own_ids_behind_the_prompt_that_it_sees() -> None:
-    client = Given(translation(FRENCH, ENGLISH), "teacher", ["http://127.0.0.1:1"])
+    client = client_of(FRENCH, ENGLISH)
     completions = {"good": ids_of(FRENCH, " the"), "cut": ids_of(FRENCH, "a", ended=False)}
-    asked = [
-        ScoreSequence.of(id_, pack(np.array([7, 8], "i4")), pack(np.array(ids, "i4")))
-        for id_, ids in completions.items()
-    ]
-    (good, cut), _ = await client.score(asked, Want(entropy=True))
+    sequences = [asked(name, ids, [7, 8]) for name, ids in completions.items()]
+    (good, cut), _ = await client.score(sequences, Want(entropy=True))
     (sent,) = client.sequences  # of "cut" nothing is left to ask about
     assert ENGLISH.decode(unpack(sent.token_ids)[2:].tolist()) == f" the{END}"
     assert unpack(good.logprob).tolist() == [0, -1, -2]
@@ -297,11 +286,9 @@ async def test_a_teacher_is_sent_its_own_ids_behind_the_prompt_that_it_sees() ->
 
 async def test_of_the_teachers_ids_the_students_come_back_at_each_beginning_of_a_segment() -> None:
     """Of what a limit cut off the distribution is known, not the score."""
-    client = Given(translation(FRENCH, ENGLISH), "teacher", ["http://127.0.0.1:1"])
-    ids = ids_of(FRENCH, "e the", ended=False)
-    asked = [ScoreSequence.of("id", pack(np.array([7], "i4")), pack(np.array(ids, "i4")))]
-    ((scored,), _) = await client.score(asked, Want(topk=1))
-    assert not checks.scored(scored, 3, 0, Want(topk=1), len(token_bytes(FRENCH)))
+    sequence = asked("id", ids_of(FRENCH, "e the", ended=False), [7])
+    ((scored,), _) = await client_of(FRENCH, ENGLISH).score([sequence], Want(topk=1))
+    assert not wire.checks.scored(scored, 3, 0, Want(topk=1), len(token_bytes(FRENCH)))
     assert unpack(scored.segment).tolist() == [Segment.BEGINS, Segment.UNSCORED, Segment.UNSCORED]
     assert unpack(scored.topk_ids).tolist() == [[FRENCH.eos_token_id], [FRENCH.eos_token_id], [-1]]
     assert unpack(scored.topk_logprob).tolist() == [[-0.5], [-0.5], [0]]
@@ -310,11 +297,11 @@ async def test_of_the_teachers_ids_the_students_come_back_at_each_beginning_of_a
 
 async def completed(student: Any, text: str, limit: int, reason: Any = "stop") -> Any:
     """What becomes of a completion of the English teacher, with log-probabilities -1, -2, …"""
-    client = Given(translation(student, ENGLISH), "teacher", ["http://127.0.0.1:1"])
+    client = client_of(student, ENGLISH)
     ids = ids_of(ENGLISH, text, ended=reason == "stop")
     logprob = pack(-np.arange(1, 1 + len(ids), dtype="f4"))
     client.written = TeacherCompletion("id", pack(np.array(ids, "i4")), logprob, reason)
-    prompt = TeacherPrompt("id", pack(np.array([7], "i4")), 0)
+    prompt = wire.TeacherPrompt("id", pack(np.array([7], "i4")), 0)
     ((answer,), _) = await client.generate([prompt], limit, [student.eos_token_id])
     return answer, client.ends
 
@@ -341,12 +328,8 @@ async def test_a_completion_that_the_student_cannot_write_is_refused() -> None:
 
 
 async def test_text_that_the_teacher_cannot_have_is_refused_alone() -> None:
-    client = Given(translation(FRENCH, words("a")), "teacher", ["http://127.0.0.1:1"])
-    asked = [
-        ScoreSequence.of(text, pack(np.array([7], "i4")), pack(np.array(ids_of(FRENCH, text), "i4")))
-        for text in "xa"
-    ]
-    (refused, good), _ = await client.score(asked)
+    sequences = [asked(text, ids_of(FRENCH, text), [7]) for text in "xa"]
+    (refused, good), _ = await client_of(FRENCH, words("a")).score(sequences)
     assert isinstance(refused, ScoreRefused)
     assert isinstance(good, Scored)
 
@@ -387,9 +370,9 @@ def test_segments_give_the_gradient_of_the_divergence_between_texts() -> None:
         own_C = at(logp[states], token_C)
         chance = own_C.sum().exp()
         objective.append(chance * (own_C.sum() - logq_M.sum()))
-        goal = Targets(token_C, own_C.detach(), teacher_C, torch.ones(len(ids), dtype=torch.bool))
         goes_on_C = torch.tensor(aligned.segment == Segment.GOES_ON)
-        goal = Targets(**{**vars(goal), "goes_on_N": goes_on_C})
+        fresh_C = torch.ones(len(ids), dtype=torch.bool)
+        goal = Targets(token_C, own_C.detach(), teacher_C, fresh_C, goes_on_N=goes_on_C)
         factor_C = Discount(1.0, None, None).factor(own_C.detach(), goal)
         row_C = torch.zeros(len(ids), dtype=torch.int64)
         future_C = future_credit(own_C.detach() - teacher_C, factor_C, row_C)
@@ -430,9 +413,8 @@ def test_a_teacher_that_is_the_student_with_other_ids_gives_no_loss() -> None:
     ids = [*random.integers(0, 8, 20).tolist(), student.eos_token_id]
     aligned = translation(student, teacher).completion(ids)
     other = {student.convert_ids_to_tokens(id_): logit for id_, logit in enumerate(logits.tolist())}
-    theirs = torch.tensor(
-        [other[teacher.convert_ids_to_tokens(id_)] for id_ in range(9)], dtype=torch.float64
-    )
+    values = [other[teacher.convert_ids_to_tokens(id_)] for id_ in range(9)]
+    theirs = torch.tensor(values, dtype=torch.float64)
     scores = aligned.scores(theirs.log_softmax(0).numpy()[aligned.token_ids])
     assert np.abs(scores - logits.log_softmax(0).numpy()[ids]).max() < 1e-6
 
@@ -443,9 +425,8 @@ def gradient(
     """The expected gradient where completions are cut off after LONGEST tokens; all are enumerated."""
     both, last = translation(student, teacher), student.eos_token_id
     texts = [ids for ids in itertools.product(range(last + 1), repeat=LONGEST) if last not in ids[:-1]]
-    texts += [
-        (*ids, last) for size in range(LONGEST - 1) for ids in itertools.product(range(last), repeat=size)
-    ]
+    for size in range(LONGEST - 1):
+        texts += [(*ids, last) for ids in itertools.product(range(last), repeat=size)]
     prefixes = {ids[:place]: 0 for ids in texts for place in range(len(ids))}
     prefixes = {prefix: place for place, prefix in enumerate(prefixes)}
     live = policy(1, len(prefixes), last + 1).requires_grad_()
@@ -458,10 +439,8 @@ def gradient(
         topk_MK, logq_MK = most_likely(teacher, sent, len(both.shared))
         logq_M = (logq_MK * (topk_MK == sent[:, None])).sum(1)[: len(aligned.token_ids)]
         own_C, behavior_C = at(logp.detach(), token_C), at(logmu[states], token_C)
-        segment_C, teacher_C = (
-            torch.tensor(aligned.segment),
-            torch.tensor(aligned.scores(logq_M).astype("f8")),
-        )
+        segment_C = torch.tensor(aligned.segment)
+        teacher_C = torch.tensor(aligned.scores(logq_M).astype("f8"))
         ids_CK, logq_CK, bits_CB = both.support(ids, aligned, topk_MK[:, :2], logq_MK[:, :2])
         if not by_text:
             begins, starts = aligned.starts()
@@ -496,26 +475,26 @@ PAIRS = {
 }
 
 
+def both_gradients(pair: str, gamma: float, stale: bool, by_text: bool = True) -> list[Tensor]:
+    """Of the sampled objective and of the hybrid."""
+    objectives = [partial(divergence, **UNCAPPED) for divergence in (sampled, hybrid)]
+    return [gradient(*PAIRS[pair], objective, gamma, stale, by_text) for objective in objectives]
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("gamma", "stale"), [(1.0, False), (0.0, False), (0.5, True)])
 def test_the_hybrid_has_the_expected_gradient_of_the_sampled_objective(
     pair: str, gamma: float, stale: bool
 ) -> None:
     """Which is that of the divergence between texts (γ = 1). So too where completions are cut off."""
-    exact, dense = (
-        gradient(*PAIRS[pair], partial(divergence, **UNCAPPED), gamma, stale)
-        for divergence in (sampled, hybrid)
-    )
+    exact, dense = both_gradients(pair, gamma, stale)
     assert float((dense - exact).abs().max()) < 1e-12 < float(exact.abs().max())
 
 
 @pytest.mark.parametrize(("pair", "error"), [("the teacher joins letters", 0.03), ("each joins others", 0.3)])
 def test_sums_over_s_wherever_a_segment_happens_to_begin_would_be_biased(pair: str, error: float) -> None:
     """Whether one begins depends on what follows; the sums of a teacher with the same tokenizer do not."""
-    exact, dense = (
-        gradient(*PAIRS[pair], partial(divergence, **UNCAPPED), 0.0, False, by_text=False)
-        for divergence in (sampled, hybrid)
-    )
+    exact, dense = both_gradients(pair, 0.0, False, by_text=False)
     assert float((dense - exact).norm() / exact.norm()) > error
 
 
@@ -528,9 +507,7 @@ def test_with_other_ids_for_the_same_tokens_the_gradient_is_that_without() -> No
     values = policy(2, 1, size).log_softmax(1)[0].tolist()
     logq = dict(zip([*letters, END], values, strict=True))
     logq_M = np.array([logq[teacher.convert_ids_to_tokens(id_)] for id_ in range(size)])
-    logq_N = torch.tensor(
-        [[logq[student.convert_ids_to_tokens(id_)] for id_ in range(size)]], dtype=torch.float64
-    )
+    logq_N = torch.tensor([[logq[student.convert_ids_to_tokens(id_)] for id_ in range(size)]])
     for k in (size, 3):
         topk_MK = logq_M.argsort()[::-1][None, :k].astype("i4")
         terms: dict[bool, list[Tensor]] = {True: [], False: []}
