@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 from audited import check
-from in_memory import MemoryPrompts, MemoryTrainer
+from in_memory import MemoryPrompts, MemoryTrainer, rows_in
 
+from distill.aio import cancel
 from distill.controller import Controller
 from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.prompts.stream import PromptStream
-from sync.wire import (
-    BatchRequest,
-    Stop,
-    TrainBatch,
-    Version,
-)
+from sync.wire import BatchRequest, Stop, TrainBatch, Version
 
 
 class Died(Exception):
@@ -35,7 +31,7 @@ class Dying(MemoryTrainer):
     deaths: int = 0
 
     async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
-        bad = self.bad & {i for share in shares for rows in share.micro_batches for i in rows.ids}
+        bad = self.bad & {id for rows in rows_in(shares) for id in rows.ids}
         if bad or (version.step == 2 and self.deaths < self.by_chance):
             self.deaths += 1
             raise Died
@@ -55,8 +51,7 @@ async def until_done(run: Controller, trainer: Dying, deaths: int = 100) -> dict
                     continue
             return None
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancel([running])
 
 
 async def sound(run: Controller, trainer: Dying) -> dict[str, Any]:
@@ -70,9 +65,7 @@ async def sound(run: Controller, trainer: Dying) -> dict[str, Any]:
 
 @pytest.fixture
 def build(controller, config) -> Callable[..., Controller]:
-    settings = config(
-        run={"steps": 16}, buffer={"max_staleness": 8}, objective={"type": "sampled"}, evaluation={"every": 0}
-    )
+    settings = config(run={"steps": 16}, buffer={"max_staleness": 8}, evaluation={"every": 0})
     return lambda **more: controller(settings, **more)
 
 
@@ -98,10 +91,10 @@ async def test_what_a_trainer_dies_on_is_found_and_everything_else_is_trained_on
     assert {one.reason for one in quarantine} == {"poisoned"}
     assert summary["rollout"]["dropped"]["poisoned"] == len(bad)
     assert trainer.deaths <= most
-    trained = [i for steps in trainer.ledger.values() for ids in steps.values() for i in ids]
-    assert len(trained) == len(set(trained))
-    assert not bad & set(trained)
-    assert {f"0:{i}:0" for i in range(16)} - bad <= set(trained)
+    trained = {*trainer.trained}
+    assert len(trainer.trained) == len(trained)
+    assert not bad & trained
+    assert {f"0:{i}:0" for i in range(16)} - bad <= trained
 
 
 @pytest.mark.parametrize("deaths", [1, 2, 3, 4])
@@ -143,8 +136,8 @@ async def test_the_next_part_is_formed_once_the_one_before_it_was_trained(build)
 
     class Prefetching(Dying):
         async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
-            expected = BatchRequest(version=Version(version.lineage, version.step + 1), rank=0, world_size=1)
-            asked = asyncio.create_task(self.session.batch(expected))
+            expected = Version(version.lineage, version.step + 1)
+            asked = asyncio.create_task(self.session.batch(BatchRequest(expected, 0, 1)))
             await asyncio.wait({asked}, timeout=0.05)
             if parts := run.record.state.bisection.parts:
                 ahead.append(len(parts))
@@ -175,22 +168,14 @@ async def test_a_death_before_the_first_batch_is_none_of_a_batch(build) -> None:
 
 
 async def test_groups_of_completions_are_tried_and_quarantined_whole(controller, config) -> None:
-    settings = config(
-        run={"steps": 12},
-        rollout={"per_prompt": 4, "batch": 16},
-        buffer={"max_staleness": 8},
-        objective={"type": "sampled", "task": {"baseline": "group"}},
-    )
+    sections = {"rollout": {"per_prompt": 4, "batch": 16}, "buffer": {"max_staleness": 8}}
+    task = {"type": "sampled", "task": {"baseline": "group"}}
+    settings = config(run={"steps": 12}, objective=task, **sections)
     prompts = PromptStream(MemoryPrompts(), seed=0, per_prompt=4)
     run = controller(settings, prompts=prompts, reward_fn=lambda prompt, tokens: 1.0)
     trainer = Dying(run.session, checkpoint_every=1)
     trainer.bad = frozenset({"0:2:1"})
     summary = await sound(run, trainer)
     assert summary["rollout"]["dropped"]["poisoned"] == 4
-    for steps in trainer.ledger.values():
-        for ids in steps.values():
-            assert len(ids) % 4 == 0
-            assert not any(name.startswith("0:2:") for name in ids)
-
-
-# --- records of a release that recorded what it should not have -------------------------------------------
+    assert all(len(ids) % 4 == 0 for steps in trainer.ledger.values() for ids in steps.values())
+    assert not any(name.startswith("0:2:") for name in trainer.trained)

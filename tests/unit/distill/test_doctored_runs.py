@@ -113,6 +113,8 @@ LAST = "lineage = 1 AND step = 7"  # the last batch that was trained
 TRAINED = f"(SELECT rollout FROM member WHERE {LAST})"
 STUDENTS = f"id = (SELECT id FROM rollout WHERE NOT by_teacher AND own IS NULL AND id IN {TRAINED} LIMIT 1)"
 
+FIRST = "members = json_set(members, '$[0][0]', {})"
+BUFFERED = "(SELECT row FROM rollout WHERE status = 'buffered' LIMIT 1)"
 WEIGHTS = (
     "UPDATE batch SET members = (SELECT json_group_array(json_array(value ->> 0, value ->> 1, {})) "
     "FROM json_each(members))"
@@ -127,6 +129,10 @@ def sql(statements: str) -> Callable[[Path], None]:
             tables.executescript(f"PRAGMA ignore_check_constraints = ON; {statements}")
 
     return doctor
+
+
+def adds(table: str, values: str) -> Callable[[Path], None]:
+    return sql(f"INSERT INTO {table} VALUES ({values})")
 
 
 def arrays(run: Path) -> Path:
@@ -239,268 +245,127 @@ SHOWN = "every step is in every rank's ledger"
 AS_BATCHED = "every step trained its batch, completely and exclusively"
 RESUMABLE = "`latest` names an existing checkpoint"
 
+
+def lies(guarantee: str, violation: str, doctors: dict[str, Callable[[Path], object]]) -> list[Lie]:
+    """By what was done to the run."""
+    return [Lie(guarantee, what, doctor, violation) for what, doctor in doctors.items()]
+
+
+def put(place: slice, data: bytes) -> Callable[[bytearray], object]:
+    return lambda whole: whole.__setitem__(place, data)
+
+
+def flip(data: bytearray) -> None:
+    data[40] ^= 4
+
+
 LIES = [
-    Lie(WHOLE, "the record is a folder", as_folder(database), "record_damaged"),
-    Lie(WHOLE, "the record is a link to itself", linked_to_itself, "record_damaged"),
-    Lie(WHOLE, "the record is gone", lambda run: (run / RECORD).unlink(), "record_damaged"),
-    Lie(WHOLE, "the record is empty", with_bytes(database, bytearray.clear), "record_damaged"),
-    Lie(
-        WHOLE,
-        "the record is cut short",
-        with_bytes(database, lambda d: d.__delitem__(slice(len(d) // 2, None))),
-        "record_damaged",
-    ),
-    Lie(
-        WHOLE,
-        "a page of the record is blank",
-        with_bytes(database, lambda d: d.__setitem__(slice(4096, 8192), bytes(4096))),
-        "record_damaged",
-    ),
-    Lie(WHOLE, "arrays are gone", lambda run: arrays(run).unlink(), "record_damaged"),
-    Lie(WHOLE, "arrays are a folder", as_folder(arrays), "record_damaged"),
-    Lie(
-        WHOLE,
-        "arrays are cut",
-        with_bytes(arrays, bytearray.pop),
-        "record_damaged",
-    ),
-    Lie(
-        WHOLE,
-        "a bit of arrays is flipped",
-        with_bytes(arrays, lambda d: d.__setitem__(40, d[40] ^ 4)),
-        "record_damaged",
-    ),
-    Lie(WHOLE, "a trainer of too many ranks", sql("UPDATE lineage SET ranks = 1 << 40"), "record_damaged"),
-    Lie(WHOLE, "a half-life of zero", sql("UPDATE batch SET half_life = 0.0"), "record_damaged"),
-    Lie(
-        WHOLE,
-        "a lineage begins with itself",
-        sql("UPDATE lineage SET from_lineage = number WHERE number = 1"),
-        "record_damaged",
-    ),
-    Lie(
-        WHOLE,
-        "a lineage takes over its own batches",
-        sql("UPDATE lineage SET origin = number WHERE number = 1"),
-        "record_damaged",
-    ),
-    Lie(
-        WHOLE,
-        "a column is no JSON",
-        sql("UPDATE rollout_row SET spans = '[' WHERE row = 3"),
-        "record_damaged",
-    ),
-    Lie(WHOLE, "the opening is missing", sql("DELETE FROM opening"), "record_damaged"),
-    Lie(WHOLE, "a rollout is missing", sql("DELETE FROM rollout_row WHERE row = 3"), "record_damaged"),
-    Lie(
-        WHOLE,
-        "a batch names what was never scored",
-        sql(f"UPDATE batch SET members = json_set(members, '$[0][0]', 9999) WHERE {LAST}"),
-        "record_damaged",
-    ),
-    Lie(WHOLE, "a batch is empty", sql("UPDATE batch SET members = '[]' WHERE step = 0"), "record_damaged"),
-    Lie(
-        ANSWERED,
-        "prompts were issued twice",
-        sql("UPDATE rollout_row SET id = '0:0:0' WHERE row < 2"),
-        "issued_twice",
-    ),
-    Lie(
-        ANSWERED,
-        "the teacher generated what the student was to",
-        sql("UPDATE rollout_row SET for_teacher = 0"),
-        "wrong_generator",
-    ),
-    Lie(
-        KEPT,
-        "a batch is missing",
-        sql("DELETE FROM batch WHERE step = 0"),
-        "lost",
-    ),
-    Lie(
-        KEPT,
-        "a left batch is forgotten",
-        sql("INSERT INTO lineage VALUES (2, 999, NULL, NULL, 0, 1, 0, 1, 'model')"),
-        "lost",
-    ),
-    Lie(
-        FRESH,
-        "the tokens are older",
-        sql(f"UPDATE rollout_row SET spans = '[[0, 0, 0]]' WHERE {STUDENTS}"),
-        "too_old",
-    ),
-    Lie(
-        OWN_RUN,
-        "the tokens are of a version of another run",
-        sql(f"UPDATE rollout_row SET spans = '[[0, 999, 0]]' WHERE {STUDENTS}"),
-        "impossible_version",
-    ),
-    Lie(
-        CONCLUDED,
-        "a replica ended with other weights",
-        sql("""INSERT INTO conclusion VALUES (999, 1, 8, '{"student-0": false}', '["student-0 differs"]')"""),
-        "unproven",
-    ),
-    Lie(WEIGHED, "a late rollout counts in full", sql(WEIGHTS.format(1.0)), "wrong_weight"),
-    Lie(WEIGHED, "a weight is another", sql(WEIGHTS.format(0.25)), "wrong_weight"),
-    Lie(
-        AS_BATCHED,
-        "the record ends early",
-        sql(f"DELETE FROM batch WHERE {LAST}"),
-        "not_as_batched",
-    ),
-    Lie(
-        AS_BATCHED,
-        "the batch was another",
-        sql(
-            "UPDATE batch SET members = json_set(members, '$[0][0]', "
-            f"(SELECT row FROM rollout WHERE status = 'buffered' LIMIT 1)) WHERE {LAST}"
-        ),
-        "not_as_batched",
-    ),
-    Lie(
-        AS_BATCHED,
-        "an environment's tokens count",
-        sql(f"UPDATE rollout_row SET own_tokens = tokens WHERE own IS NOT NULL AND id IN {TRAINED}"),
-        "not_as_batched",
-    ),
-    Lie(
-        AS_BATCHED,
-        "the ledger counts another number of tokens",
-        forged(lambda x: [{**x[0], "tokens": x[0]["tokens"] + 1}, *x[1:]]),
-        "not_as_batched",
-    ),
-    Lie(
-        AS_BATCHED,
-        "the ledger names another rollout",
-        forged(trained_on("0:0:0", "0:1:0")),
-        "not_as_batched",
-    ),
-    Lie(AS_BATCHED, "the ledger leaves a rollout out", forged(with_ids(lambda x: x[1:])), "not_as_batched"),
-    Lie(AS_BATCHED, "the ledger has one more", forged(with_ids(lambda x: [*x, "9:9:9"])), "not_as_batched"),
-    Lie(AS_BATCHED, "a rollout that is not on record", forged(trained_on("9:9:9")), "not_on_record"),
-    Lie(ONCE, "a rollout of an earlier step again", forged(trained_on("0:0:0")), "trained_twice"),
-    Lie(SHOWN, "the ledger is gone", lambda run: shutil.rmtree(run / "ledger"), "missing_in_ledger"),
-    Lie(SHOWN, "a rank's file is gone", lambda run: ledger(run, rank=2).unlink(), "missing_in_ledger"),
-    Lie(SHOWN, "a left lineage's file is gone", lambda run: ledger(run, 0, 1).unlink(), "missing_in_ledger"),
-    Lie(SHOWN, "a file is blank", lambda run: ledger(run).write_bytes(bytes(900)), "missing_in_ledger"),
-    Lie(SHOWN, "a file is empty", lambda run: ledger(run).write_bytes(b""), "missing_in_ledger"),
-    Lie(
-        SHOWN,
-        "the last line of a reported step is torn",
-        with_lines(lambda x: [*x[:-1], x[-1][:30]], 1),
-        "missing_in_ledger",
-    ),
-    Lie(SHOWN, "the last lines are gone", with_lines(lambda x: x[:2]), "missing_in_ledger"),
-    Lie(
-        SHOWN,
-        "a version was published without a step",
-        sql("INSERT INTO version VALUES (999, 1, 30, 'delta', 1, 2, 0.1)"),
-        "missing_in_ledger",
-    ),
-    Lie(
-        SHOWN,
-        "a step was reported and not trained",
-        sql("INSERT INTO step (lineage, step) VALUES (1, 1000000000000)"),
-        "missing_in_ledger",
-    ),
-    Lie(
-        SHOWN,
-        "a version of no lineage was published",
-        sql("INSERT INTO version VALUES (999, 7, 3, 'full', 1, 2, 0.1)"),
-        "unknown_version",
-    ),
-    Lie(
-        SHOWN,
-        "a version of no lineage was evaluated",
-        sql("INSERT INTO evaluation VALUES (999, 5, 1, 0.1, NULL, NULL, '{}')"),
-        "unknown_version",
-    ),
-    Lie(SHOWN, "a lineage that nobody opened was trained", forged(lambda x: x, lineage=7), "unknown_version"),
-    Lie(WHOLE, "a line stands twice", with_lines(lambda x: [*x[:2], *x[1:]]), "ledger_damaged"),
-    Lie(WHOLE, "a line was taken out", with_lines(lambda x: [x[0], *x[2:]]), "ledger_damaged"),
-    Lie(
-        WHOLE,
-        "a line was altered",
-        with_lines(lambda x: [x[0], x[1].replace(b"0:", b"1:"), *x[2:]]),
-        "ledger_damaged",
-    ),
-    Lie(
-        WHOLE,
-        "a line is blank",
-        with_lines(lambda x: [x[0], bytes(len(x[1]) - 1) + b"\n", *x[2:]]),
-        "ledger_damaged",
-    ),
-    Lie(WHOLE, "the first line is missing", with_lines(lambda x: x[1:]), "ledger_damaged"),
-    Lie(
-        WHOLE, "a step was taken out and the chain forged", forged(lambda x: [x[0], *x[2:]]), "ledger_damaged"
-    ),
-    Lie(
-        WHOLE,
-        "a line names no rollouts and the chain is forged",
-        forged(lambda x: [{**x[0], "ids": 7}, *x[1:]]),
-        "ledger_damaged",
-    ),
-    Lie(
-        WHOLE,
-        "a file is another lineage's",
-        lambda run: shutil.copy(ledger(run, 0), ledger(run)),
-        "ledger_damaged",
-    ),
-    Lie(
-        WHOLE,
-        "a file is another rank's",
-        lambda run: shutil.copy(ledger(run), ledger(run, rank=1)),
-        "ledger_damaged",
-    ),
-    Lie(WHOLE, "a rank too many", forged(lambda x: x, rank=9), "ledger_damaged"),
-    Lie(WHOLE, "a lineage of other parents", forged(lambda x: x, parent=Version(0, 2)), "ledger_damaged"),
-    Lie(RESUMABLE, "the checkpoint is gone", lambda run: shutil.rmtree(newest(run)), "checkpoint_missing"),
-    Lie(
-        RESUMABLE,
-        "a file of it is cut",
-        lambda run: (newest(run) / "weights.pt").write_bytes(b"we"),
-        "checkpoint_missing",
-    ),
-    Lie(
-        RESUMABLE,
-        "its index is damaged",
-        lambda run: (newest(run) / "checkpoint.json").write_bytes(b"\xff"),
-        "checkpoint_missing",
-    ),
-    Lie(
-        RESUMABLE, "`latest` is gone", lambda run: (run / "checkpoints/latest").unlink(), "checkpoint_missing"
-    ),
-    Lie(RESUMABLE, "`latest` names an older one", latest_names(str(Version(0, 4))), "checkpoint_missing"),
-    Lie(RESUMABLE, "`latest` names no version", latest_names("../ledger"), "checkpoint_missing"),
-    Lie(RESUMABLE, "`latest` names what no file can be", latest_names("L" * 5000), "checkpoint_missing"),
-    Lie(
-        RESUMABLE,
-        "`latest` is a folder",
-        as_folder(lambda run: run / "checkpoints/latest"),
-        "checkpoint_missing",
-    ),
-    Lie(
-        RESUMABLE,
-        "an index is a folder",
-        as_folder(lambda run: newest(run) / "checkpoint.json"),
-        "checkpoint_missing",
-    ),
-    Lie(
-        RESUMABLE,
-        "an older one is in its place",
-        with_index(version=str(Version(0, 4))),
-        "checkpoint_missing",
-    ),
-    Lie(RESUMABLE, "another run saved it", with_index(run_id="other"), "checkpoint_missing"),
-    Lie(RESUMABLE, "its index names no files", with_index(files={}), "checkpoint_missing"),
-    Lie(
-        RESUMABLE,
-        "its index names what no file can be",
-        with_index(files={"x" * 5000: {"size": 1, "blake3": ""}, "\0": {"size": 1, "blake3": ""}}),
-        "checkpoint_missing",
-    ),
-]
+    *lies(WHOLE, "record_damaged", {
+        "the record is a folder": as_folder(database),
+        "the record is a link to itself": linked_to_itself,
+        "the record is gone": lambda run: (run / RECORD).unlink(),
+        "the record is empty": with_bytes(database, bytearray.clear),
+        "the record is cut short": with_bytes(database, lambda d: d.__delitem__(slice(len(d) // 2, None))),
+        "a page of the record is blank": with_bytes(database, put(slice(4096, 8192), bytes(4096))),
+        "the head of the record is blank": with_bytes(database, put(slice(0, 4096), bytes(4096))),
+        "arrays are gone": lambda run: arrays(run).unlink(),
+        "arrays are a folder": as_folder(arrays),
+        "arrays are cut": with_bytes(arrays, bytearray.pop),
+        "a bit of arrays is flipped": with_bytes(arrays, flip),
+        "a trainer of too many ranks": sql("UPDATE lineage SET ranks = 1 << 40"),
+        "a half-life of zero": sql("UPDATE batch SET half_life = 0.0"),
+        "a lineage begins with itself": sql("UPDATE lineage SET from_lineage = number WHERE number = 1"),
+        "a lineage takes over its own batches": sql("UPDATE lineage SET origin = number WHERE number = 1"),
+        "a column is no JSON": sql("UPDATE rollout_row SET spans = '[' WHERE row = 3"),
+        "the opening is missing": sql("DELETE FROM opening"),
+        "a rollout is missing": sql("DELETE FROM rollout_row WHERE row = 3"),
+        "a batch names what was never scored": sql(f"UPDATE batch SET {FIRST.format(9999)} WHERE {LAST}"),
+        "a batch is empty": sql("UPDATE batch SET members = '[]' WHERE step = 0"),
+    }),
+    *lies(ANSWERED, "issued_twice", {
+        "prompts were issued twice": sql("UPDATE rollout_row SET id = '0:0:0' WHERE row < 2"),
+    }),
+    *lies(ANSWERED, "wrong_generator", {
+        "the teacher generated what the student was to": sql("UPDATE rollout_row SET for_teacher = 0"),
+    }),
+    *lies(KEPT, "lost", {
+        "a batch is missing": sql("DELETE FROM batch WHERE step = 0"),
+        "a left batch is forgotten": adds("lineage", "2, 999, NULL, NULL, 0, 1, 0, 1, 'model'"),
+    }),
+    *lies(FRESH, "too_old", {
+        "the tokens are older": sql(f"UPDATE rollout_row SET spans = '[[0, 0, 0]]' WHERE {STUDENTS}"),
+    }),
+    *lies(OWN_RUN, "impossible_version", {
+        "the tokens are of a version of another run":
+            sql(f"UPDATE rollout_row SET spans = '[[0, 999, 0]]' WHERE {STUDENTS}"),
+    }),
+    *lies(CONCLUDED, "unproven", {
+        "a replica ended with other weights":
+            adds("conclusion", """999, 1, 8, '{"student-0": false}', '["student-0 differs"]'"""),
+    }),
+    *lies(WEIGHED, "wrong_weight", {
+        "a late rollout counts in full": sql(WEIGHTS.format(1.0)),
+        "a weight is another": sql(WEIGHTS.format(0.25)),
+    }),
+    *lies(AS_BATCHED, "not_as_batched", {
+        "the record ends early": sql(f"DELETE FROM batch WHERE {LAST}"),
+        "the batch was another": sql(f"UPDATE batch SET {FIRST.format(BUFFERED)} WHERE {LAST}"),
+        "an environment's tokens count":
+            sql(f"UPDATE rollout_row SET own_tokens = tokens WHERE own IS NOT NULL AND id IN {TRAINED}"),
+        "the ledger counts another number of tokens":
+            forged(lambda x: [{**x[0], "tokens": x[0]["tokens"] + 1}, *x[1:]]),
+        "the ledger names another rollout": forged(trained_on("0:0:0", "0:1:0")),
+        "the ledger leaves a rollout out": forged(with_ids(lambda x: x[1:])),
+        "the ledger has one more": forged(with_ids(lambda x: [*x, "9:9:9"])),
+    }),
+    *lies(AS_BATCHED, "not_on_record", {"a rollout that is not on record": forged(trained_on("9:9:9"))}),
+    *lies(ONCE, "trained_twice", {"a rollout of an earlier step again": forged(trained_on("0:0:0"))}),
+    *lies(SHOWN, "missing_in_ledger", {
+        "the ledger is gone": lambda run: shutil.rmtree(run / "ledger"),
+        "a rank's file is gone": lambda run: ledger(run, rank=2).unlink(),
+        "a left lineage's file is gone": lambda run: ledger(run, 0, 1).unlink(),
+        "a file is blank": lambda run: ledger(run).write_bytes(bytes(900)),
+        "a file is empty": lambda run: ledger(run).write_bytes(b""),
+        "the last line of a reported step is torn": with_lines(lambda x: [*x[:-1], x[-1][:30]], 1),
+        "the last lines are gone": with_lines(lambda x: x[:2]),
+        "a version was published without a step": adds("version", "999, 1, 30, 'delta', 1, 2, 0.1"),
+        "a step was reported and not trained": adds("step (lineage, step)", "1, 1000000000000"),
+    }),
+    *lies(SHOWN, "unknown_version", {
+        "a version of no lineage was published": adds("version", "999, 7, 3, 'full', 1, 2, 0.1"),
+        "a version of no lineage was evaluated": adds("evaluation", "999, 5, 1, 0.1, NULL, NULL, '{}'"),
+        "a lineage that nobody opened was trained": forged(lambda x: x, lineage=7),
+    }),
+    *lies(WHOLE, "ledger_damaged", {
+        "a line stands twice": with_lines(lambda x: [*x[:2], *x[1:]]),
+        "a line was taken out": with_lines(lambda x: [x[0], *x[2:]]),
+        "a line was altered": with_lines(lambda x: [x[0], x[1].replace(b"0:", b"1:"), *x[2:]]),
+        "a line is blank": with_lines(lambda x: [x[0], bytes(len(x[1]) - 1) + b"\n", *x[2:]]),
+        "the first line is missing": with_lines(lambda x: x[1:]),
+        "a step was taken out and the chain forged": forged(lambda x: [x[0], *x[2:]]),
+        "a line names no rollouts and the chain is forged": forged(lambda x: [{**x[0], "ids": 7}, *x[1:]]),
+        "a file is another lineage's": lambda run: shutil.copy(ledger(run, 0), ledger(run)),
+        "a file is another rank's": lambda run: shutil.copy(ledger(run), ledger(run, rank=1)),
+        "a rank too many": forged(lambda x: x, rank=9),
+        "a lineage of other parents": forged(lambda x: x, parent=Version(0, 2)),
+    }),
+    *lies(RESUMABLE, "checkpoint_missing", {
+        "the checkpoint is gone": lambda run: shutil.rmtree(newest(run)),
+        "a file of it is cut": lambda run: (newest(run) / "weights.pt").write_bytes(b"we"),
+        "its index is damaged": lambda run: (newest(run) / "checkpoint.json").write_bytes(b"\xff"),
+        "`latest` is gone": lambda run: (run / "checkpoints/latest").unlink(),
+        "`latest` names an older one": latest_names(str(Version(0, 4))),
+        "`latest` names no version": latest_names("../ledger"),
+        "`latest` names what no file can be": latest_names("L" * 5000),
+        "`latest` is a folder": as_folder(lambda run: run / "checkpoints/latest"),
+        "an index is a folder": as_folder(lambda run: newest(run) / "checkpoint.json"),
+        "an older one is in its place": with_index(version=str(Version(0, 4))),
+        "another run saved it": with_index(run_id="other"),
+        "its index names no files": with_index(files={}),
+        "its index names what no file can be":
+            with_index(files={name: {"size": 1, "blake3": ""} for name in ("x" * 5000, "\0")}),
+    }),
+]  # fmt: skip
 
 
 def test_a_run_that_was_resumed_on_other_ranks_and_killed_twice_passes(sound: Path) -> None:
@@ -513,9 +378,7 @@ def test_a_run_that_was_resumed_on_other_ranks_and_killed_twice_passes(sound: Pa
     assert len(list((sound / "arrays").iterdir())) > 3
 
 
-async def test_a_trainer_may_begin_from_an_older_checkpoint_and_gets_its_batches_again(
-    tmp_path: Path,
-) -> None:
+async def test_a_trainer_may_begin_from_an_older_checkpoint_and_gets_its_batches_again(tmp_path) -> None:
     first = Run(tmp_path)
     await first.train(ranks=2, checkpoint=None, steps=5)
     await first.record.tidy(2)
@@ -538,7 +401,7 @@ def test_a_doctored_run_is_refused_by_name(lie: Lie, run: Path) -> None:
 
 
 def test_what_is_damaged_is_named_with_file_and_place(run: Path) -> None:
-    with_bytes(arrays, lambda data: data.__setitem__(40, data[40] ^ 4))(run)
+    with_bytes(arrays, flip)(run)
     with_lines(lambda lines: [lines[0], *lines[2:]])(run)
     found = audit(run).violations
     assert re.search(r"arrays/\d{8}\.bin is damaged in the \d+ bytes from 0 on", *found["record_damaged"])
@@ -566,9 +429,7 @@ def test_every_guarantee_of_the_document_has_a_lie_and_every_violation_is_named(
     assert {lie.violation for lie in LIES} == VIOLATIONS.keys()
 
 
-def test_the_command_says_what_a_violation_means_and_where_it_is(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_a_violation_means_and_where_it_is(run: Path, capsys) -> None:
     shutil.rmtree(run / "ledger")
     with pytest.raises(DistillError, match=r"breaks a guarantee: missing_in_ledger"):
         app(["audit", str(run), "--json", str(run / "audit.json")], standalone_mode=False)
@@ -583,9 +444,7 @@ def files_of(run: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_becomes_of_any_file_the_audit_ends_with_a_report(
-    sound: Path, tmp_path: Path, seed: int
-) -> None:
+def test_whatever_becomes_of_any_file_the_audit_ends_with_a_report(sound: Path, tmp_path, seed: int) -> None:
     rng = random.Random(seed)
     for number in range(40):
         run = Path(shutil.copytree(sound, tmp_path / str(number)))

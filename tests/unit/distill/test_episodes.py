@@ -16,6 +16,7 @@ from episodes import ANSWER, ASK, TURNS, USER, GuessEnvironment, bisects
 from in_memory import ROUTING, MemoryReplica, MemoryTrainer, some_masks, some_routes
 from msgspec.structs import replace
 from small_config import make_config
+from started import killed_after, to_the_end
 
 from distill.aio import cancel
 from distill.config import RunConfig
@@ -64,12 +65,6 @@ def settings(**environment: Any) -> RunConfig:
     )
 
 
-async def finish(run: Controller, trainer: MemoryTrainer | None = None) -> None:
-    trainer = trainer or MemoryTrainer(run.session)
-    async with asyncio.timeout(10_000):
-        await asyncio.gather(run.run(), trainer.run())
-
-
 @pytest.fixture
 def play(controller: Callable[..., Controller]) -> Callable[..., tuple[Controller, list[Rollout]]]:
     """Builds a controller of episodes; what was trained on is appended to the list."""
@@ -95,7 +90,7 @@ async def test_an_episode_is_one_rollout_whose_own_tokens_are_what_the_replicas_
     replicas = {f"r{n}": Recorder(seed=n, longest=2, token_seconds=0.01) for n in range(2)}
     environment = GuessEnvironment(seconds=0.005)
     run, trained = play(environment, replicas=replicas)
-    await finish(run, MemoryTrainer(run.session, ranks=2))
+    await to_the_end(run, MemoryTrainer(run.session, ranks=2))
     assert len(trained) == 6 * 8
     assert max(len(one.own) for one in trained) == TURNS
     for one in trained:
@@ -109,14 +104,10 @@ async def test_an_episode_is_one_rollout_whose_own_tokens_are_what_the_replicas_
         assert [span.start for span in one.spans] == [0, *(span.end for span in one.spans[:-1])]
         assert one.spans[-1].end == len(tokens)
         logprob = unpack(one.logprob)
-        assert {i for i in range(len(tokens)) if logprob[i] != 0} == {
-            i for start, end in one.own for i in range(start, end)
-        }
-        of_turns = [some_masks(said, 4) for _, said in turns]
-        said = np.zeros(len(tokens), bool)
-        said[[i for start, end in one.own for i in range(start, end)]] = True
-        assert one.mask.ids == SamplingMask.joined(of_turns).ids
-        assert ((unpack(one.mask.sizes) > 0) == said).all()
+        own = [i for start, end in one.own for i in range(start, end)]
+        assert np.flatnonzero(logprob).tolist() == own
+        assert one.mask.ids == SamplingMask.joined([some_masks(said, 4) for _, said in turns]).ids
+        assert np.flatnonzero(unpack(one.mask.sizes)).tolist() == own
         assert one.routes == some_routes(PROMPT + tokens)
         (routes,) = (replica.routes[one.id] for replica in replicas.values() if one.id in replica.turns)
         assert [start for start, _ in routes] == [0, *(end for _, end in routes[:-1])], "each is sent once"
@@ -126,10 +117,9 @@ async def test_an_episode_is_one_rollout_whose_own_tokens_are_what_the_replicas_
 
 async def test_every_token_of_an_episode_has_the_version_that_sampled_it(play) -> None:
     replica = Recorder(longest=2, token_seconds=0.1)
-    config = settings()
-    config = config.model_copy(update={"buffer": config.buffer.model_copy(update={"max_staleness": 6})})
+    config = settings().with_(buffer={"max_staleness": 6})
     run, trained = play(GuessEnvironment(seconds=0.2), config, replicas={"r0": replica})
-    await finish(run)
+    await to_the_end(run, MemoryTrainer(run.session))
     assert max(len({span.version for span in one.spans}) for one in trained) >= 3
     for one in trained:
         of_token = [span.version for span in one.spans for _ in range(span.start, span.end)]
@@ -150,7 +140,7 @@ async def test_a_replica_that_dies_costs_turns_and_no_episode(play) -> None:
             replicas["r0"].revive()
 
     killer = asyncio.create_task(kill())
-    await finish(run)
+    await to_the_end(run, MemoryTrainer(run.session))
     await killer
     assert run.record.state.counters.requeued["replica_lost"] > 0
     ids = [id for id, _ in environment.begun]
@@ -193,7 +183,7 @@ async def test_an_environment_that_is_gone_costs_what_is_under_way(play, trouble
         trouble=lambda id, turn: troubles[id].pop() if turn == 1 and troubles.get(id) else None
     )
     run, trained = play(environment)
-    await finish(run)
+    await to_the_end(run, MemoryTrainer(run.session))
     assert len(trained) == 48
     begun = [id for id, _ in environment.begun]
     again = {id for id in begun if begun.count(id) == 2}
@@ -207,7 +197,7 @@ async def test_an_environment_that_is_gone_costs_what_is_under_way(play, trouble
 async def test_a_failing_environment_costs_the_episode_and_too_often_the_run(play, trouble: Any) -> None:
     environment = GuessEnvironment(trouble=lambda id, turn: trouble if id == "0:5:0" and turn == 1 else None)
     run, trained = play(environment)
-    await finish(run)
+    await to_the_end(run, MemoryTrainer(run.session))
     assert len(trained) == 48
     assert run.record.state.counters.dropped["environment_failed"] <= 1
     assert "0:5:0" not in {one.id for one in trained}
@@ -220,12 +210,11 @@ async def test_an_episode_without_a_reward_is_trained_only_where_no_task_needs_i
             said = await super().proceed(id, *given)
             return replace(said, reward=None) if id == "0:5:0" and isinstance(said, EpisodeOver) else said
 
-    base = settings()
-    config = base.model_copy(update={"objective": Sampled.model_validate({"task": task})})
+    config = settings().model_copy(update={"objective": Sampled.model_validate({"task": task})})
     quarantined: list[Quarantined] = []
     run, trained = play(Silent(), config)
     run.events.on(Quarantined, quarantined.append)
-    await finish(run)
+    await to_the_end(run, MemoryTrainer(run.session))
     assert [one.reward is None for one in trained if one.id == "0:5:0"] == ([] if task == {} else [True])
     assert all(one.reward is not None for one in trained if one.id != "0:5:0")
     found = [one.detail for one in quarantined if one.reason == "environment_failed"]
@@ -247,10 +236,9 @@ async def test_a_first_turn_without_room_holds_up_no_turn_of_an_episode_that_has
 
     replica = Recorder(longest=2, token_seconds=0.01)
     environment = LateBeginning(seconds=seconds, trouble=lambda id, turn: "rewrite" if turn else None)
-    config = settings()
-    buffer = config.buffer.model_copy(update={"depth": "full"})
-    run, trained = play(environment, config.model_copy(update={"buffer": buffer}), replicas={"r0": replica})
-    await finish(run)
+    config = settings().with_(buffer={"depth": "full"})
+    run, trained = play(environment, config, replicas={"r0": replica})
+    await to_the_end(run, MemoryTrainer(run.session))
     assert len(trained) == 6 * 8
 
 
@@ -260,7 +248,7 @@ async def test_a_context_that_is_rewritten_makes_another_row_and_every_own_token
     replica = Recorder(longest=2, token_seconds=0.01)
     environment = GuessEnvironment(trouble=lambda id, turn: "rewrite" if turn in (1, 3) else None)
     run, trained = play(environment, replicas={"r0": replica})
-    await finish(run)
+    await to_the_end(run, MemoryTrainer(run.session))
     rows: dict[str, list[Rollout]] = defaultdict(list)
     for one in trained:
         rows[one.id.partition("+")[0]].append(one)
@@ -270,11 +258,8 @@ async def test_a_context_that_is_rewritten_makes_another_row_and_every_own_token
         for one in parts:
             sequence = unpack(one.prompt).tolist() + unpack(one.tokens).tolist()
             assert one.routes == some_routes(sequence)
-            start_of = one.prompt.shape[0]
-            found += [
-                (sequence[: start_of + start], sequence[start_of + start : start_of + end])
-                for start, end in one.own
-            ]
+            own = [(one.prompt.shape[0] + start, one.prompt.shape[0] + end) for start, end in one.own]
+            found += [(sequence[:start], sequence[start:end]) for start, end in own]
         if len(parts) == 1 + sum(turn in (1, 3) for turn in range(len(replica.turns[name]))):
             assert sorted(found) == sorted(replica.turns[name])
         else:
@@ -287,14 +272,14 @@ async def test_a_context_that_is_rewritten_makes_another_row_and_every_own_token
 
 async def test_an_environment_that_fails_every_time_ends_the_run(play) -> None:
     run, _ = play(GuessEnvironment(trouble=lambda id, turn: "raise"))
-    await finish(run)
+    await to_the_end(run, MemoryTrainer(run.session))
     assert "environment guess gave 8 unusable answers" in run.summary()["error"]
 
 
 async def test_limits_end_an_episode_between_two_turns(play) -> None:
     environment = GuessEnvironment()
     run, trained = play(environment, settings(max_turns=2))
-    await finish(run)
+    await to_the_end(run, MemoryTrainer(run.session))
     assert max(len(one.own) for one in trained) == 2
     cut = [one for one in trained if one.truncated]
     assert cut
@@ -309,14 +294,12 @@ async def timed(
     issued before."""
     config = settings()
     section = type(config.buffer).model_validate(config.buffer.model_dump() | buffer)
-    config = config.model_copy(
-        update={"run": config.run.model_copy(update={"steps": steps}), "buffer": section}
-    )
+    config = config.with_(run={"steps": steps}).model_copy(update={"buffer": section})
     replicas = {"r0": Recorder(longest=2, token_seconds=0.01)}
     run, trained = play(environment, config, replicas=replicas, store=Store(store, "never"))
     trainer, ended = MemoryTrainer(run.session, step_seconds=step_seconds), list[float]()
     trainer.record = lambda version, shares: ended.append(time.monotonic())
-    await finish(run, trainer)
+    await to_the_end(run, trainer)
     return run, trained, ended[-8] - ended[10]
 
 
@@ -380,11 +363,10 @@ async def test_an_old_episode_whose_turn_is_refused_is_dropped_once(play) -> Non
         bad = answers[answer.id] == 2 and int(answer.id.split(":")[1]) % 4 == 1
         return GenerateFailed(id=answer.id, error="no") if bad else answer
 
-    config = settings()
-    config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 20})})
+    config = settings().with_(run={"steps": 20})
     replica = MemoryReplica(player=bisects, token_seconds=0.25, spoil=refused)
     run, _ = play(Slow(seconds=0.02), config, replicas={"r0": replica})
-    await finish(run, MemoryTrainer(run.session, step_seconds=0.05))
+    await to_the_end(run, MemoryTrainer(run.session, step_seconds=0.05))
     assert run.record.state.counters.dropped["engine_failed"] > 10
     assert run.record.state.reached == Version(0, 20)
 
@@ -393,18 +375,13 @@ async def test_a_controller_that_starts_again_begins_open_episodes_from_their_ta
     first = GuessEnvironment(seconds=0.05)
     run, _ = play(first)
     trainer = MemoryTrainer(run.session, checkpoint_every=1)
-    tasks = [asyncio.create_task(run.run()), asyncio.create_task(trainer.run())]
-    while len(trainer.batches) < 3:
-        await trainer.stepped.wait()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await killed_after(3, run, trainer)
     open_ids = {*run.record.state.pending}
     assert open_ids
 
     second = GuessEnvironment()
     run, _ = play(second)
-    await finish(run, MemoryTrainer(run.session, checkpoint=trainer.checkpoint))
+    await to_the_end(run, MemoryTrainer(run.session, checkpoint=trainer.checkpoint))
     tasks_of = dict(first.begun)
     again = {id: task for id, task in second.begun if id in tasks_of}
     assert again.keys() >= open_ids & tasks_of.keys()
@@ -414,7 +391,7 @@ async def test_a_controller_that_starts_again_begins_open_episodes_from_their_ta
 async def test_an_episode_that_loses_its_environment_every_time_is_given_up(play) -> None:
     environment = GuessEnvironment(trouble=lambda id, turn: "gone" if id == "0:5:0" and turn == 1 else None)
     run, _ = play(environment, replicas={"r0": Recorder(player=bisects)})  # it never finds task 5 at once
-    await finish(run)
+    await to_the_end(run, MemoryTrainer(run.session))
     assert [id for id, _ in environment.begun].count("0:5:0") == run.config.rollout.max_attempts
     assert run.record.state.counters.dropped == {"environment_failed": 1}
 
@@ -430,7 +407,7 @@ async def test_a_rollout_behind_a_rewritten_context_is_on_record_after_the_first
             seen.append(change.rollout.id)
 
     run.record.write = watched
-    await finish(run)
+    await to_the_end(run, MemoryTrainer(run.session))
     following = [id for id in seen if "+" in id]
     assert len(following) == state.counters.scored - state.counters.episodes > 10
     assert all(id.partition("+")[0] in seen[: seen.index(id)] for id in following)

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from evaluated_models import (
     Replica,
     Teacher,
-    close,
     completed,
     configure,
     evaluated,
@@ -41,16 +40,10 @@ from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
 from sync.base.errors import DataError, RemoteError, Unreachable
 from sync.base.settings import ModelSource
-from sync.wire import (
-    Behaviour,
-    Estimate,
-    Generated,
-    GenerateRequest,
-    Version,
-    VersionSpan,
-    pack,
-)
+from sync.wire import Behaviour, Estimate, Generated, GenerateRequest, Version, VersionSpan, pack
 from teacher_service.engines.base import Item
+
+pytestmark = pytest.mark.usefixtures("ends_workers")
 
 
 @pytest.fixture
@@ -60,21 +53,9 @@ def models(tmp_path: Path) -> Path:
     return tmp_path
 
 
-MADE: list[Controller] = []
-
-
-@pytest.fixture(autouse=True)
-async def _ends_workers() -> AsyncIterator[None]:
-    yield
-    while MADE:
-        await close(MADE.pop())
-
-
 def evaluator(models: Path, teacher: Any, vllm: Any, rollout: Any = (), **settings: Any) -> Controller:
-    config = configure(models, **settings)
-    config = config.with_(rollout=dict(rollout))
-    MADE.append(evaluation(config, models, vllm, {"t": teacher}))
-    return MADE[-1]
+    config = configure(models, **settings).with_(rollout=dict(rollout))
+    return evaluation(config, models, vllm, {"t": teacher})
 
 
 def by_hand(models: Path, row: dict[str, Any]) -> tuple[float, float, int]:
@@ -124,9 +105,8 @@ async def test_a_teacher_that_generates_nothing_leaves_no_reference(models: Path
 
 
 async def test_without_hidden_states_it_is_estimated_from_the_sampled_tokens(models: Path) -> None:
-    found = await evaluated(
-        evaluator(models, Teacher(models / "teacher", hidden=False), Replica(models / "student"))
-    )
+    teacher = Teacher(models / "teacher", hidden=False)
+    found = await evaluated(evaluator(models, teacher, Replica(models / "student")))
     sums = [by_hand(models, row) for row in lines(models)]
     tokens = sum(one[2] for one in sums)
     ratio = sum(one[1] for one in sums) / tokens
@@ -139,17 +119,15 @@ def test_the_estimate_is_unbiased_and_its_error_is_what_it_spreads_by() -> None:
     """Tokens of a two-valued p against a two-valued q; 400 evaluations of 50 completions."""
     p, q, random = np.array([0.3, 0.7]), np.array([0.6, 0.4]), np.random.default_rng(0)
     exact = float((p * np.log(p / q)).sum())
-    values, errors = [], []
+    found = []
     for _ in range(400):
         part = ReverseKL(is_exact=False)
         for completion in range(50):
             count = int(random.integers(1, 9))
             drawn = random.choice(2, count, p=p)
             part.add(completion, float(np.log(p / q)[drawn].sum()), count)
-        value, error = total([part])
-        assert error is not None
-        values.append(value)
-        errors.append(error)
+        found.append(total([part]))
+    values, errors = zip(*found, strict=True)
     spread = float(np.std(values))
     assert abs(np.mean(values) - exact) < 4 * spread / math.sqrt(400)
     assert np.mean(errors) == pytest.approx(spread, rel=0.1)
@@ -157,17 +135,15 @@ def test_the_estimate_is_unbiased_and_its_error_is_what_it_spreads_by() -> None:
 
 def test_the_error_of_several_teachers_counts_that_their_shares_of_the_tokens_vary() -> None:
     """Two teachers whose ratios differ by 2 nats, and no noise within a completion."""
-    random, values, errors = np.random.default_rng(0), [], []
+    random, found = np.random.default_rng(0), []
     for _ in range(400):
         parts = [ReverseKL(is_exact=False), ReverseKL(is_exact=False)]
         for part, level in zip(parts, (0.5, 2.5), strict=True):
             for completion in range(40):
                 count = int(random.geometric(0.1))
                 part.add(completion, level * count, count)
-        value, error = total(parts)
-        assert error is not None
-        values.append(value)
-        errors.append(error)
+        found.append(total(parts))
+    values, errors = zip(*found, strict=True)
     assert np.mean(errors) == pytest.approx(float(np.std(values)), rel=0.1)
 
 
@@ -303,10 +279,8 @@ def test_the_first_and_the_newest_versions_are_kept(tmp_path: Path) -> None:
 
 async def test_a_named_set_has_its_own_sampling_rewards_and_votes(models: Path) -> None:
     """Rewards are those that the texts on disk earn; interval and majority follow from them."""
-    table = models / "rows.jsonl"
     rows = [{"prompt": text, "gold": "b", "sum": "7"} for text in ("abc>", "bca>", "cab>")]
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"type": "jsonl", "path": str(table), "template": "plain", "answer_field": "gold"}
+    source = prompts_of(models, rows) | {"answer_field": "gold"}
     sets = {
         "letters": {"source": {**source, "reward_fn": "exact"}, "completions": 4, "max_tokens": 2,
                     "temperature": 0.5, "top_p": 0.9},
@@ -335,23 +309,28 @@ async def test_a_named_set_has_its_own_sampling_rewards_and_votes(models: Path) 
     assert report.pass_rate_interval is not None
 
 
-def rewarded_rows(
-    models: Path, monkeypatch: pytest.MonkeyPatch, module: str, code: str, *texts: str
-) -> dict[str, object]:
-    """[prompts] of these texts, and a module of reward functions."""
-    (models / f"{module}.py").write_text(code)
-    monkeypatch.syspath_prepend(models)
-    table = models / "rows.jsonl"
-    table.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    return {"type": "jsonl", "path": str(table), "template": "plain"}
+def prompts_of(models: Path, rows: list[dict[str, str]]) -> dict[str, str]:
+    """[prompts] of these rows."""
+    (models / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"type": "jsonl", "path": str(models / "rows.jsonl"), "template": "plain"}
 
 
-async def test_graded_rewards_pass_from_the_threshold_of_their_prompts_on(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def own_rewards(models: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+    """[prompts] of texts, and a module of reward functions."""
+
+    def written(module: str, code: str, *texts: str) -> dict[str, str]:
+        (models / f"{module}.py").write_text(code)
+        monkeypatch.syspath_prepend(models)
+        return prompts_of(models, [{"prompt": text} for text in texts])
+
+    return written
+
+
+async def test_graded_rewards_pass_from_the_threshold_of_their_prompts_on(models: Path, own_rewards) -> None:
     """Three prompts whose completions are worth 0.25, 0.5 and 0.75; one that fails passes at no threshold."""
     code = "def worth(p, c):\n    return {2: 0.25, 3: 0.5, 4: 0.75, 5: None}[len(p.text)], 'said'\n"
-    source = rewarded_rows(models, monkeypatch, "graded", code, "a>", "ab>", "abc>", "abcd>")
+    source = own_rewards("graded", code, "a>", "ab>", "abc>", "abcd>")
     source["reward_fn"] = "graded:worth"
     thresholds = {"usual": {}, "half": {"pass_threshold": 0.5}, "any": {"pass_threshold": -1.0}}
     sets = {name: {"source": source | more} for name, more in thresholds.items()}
@@ -364,13 +343,9 @@ async def test_graded_rewards_pass_from_the_threshold_of_their_prompts_on(
     assert majority.value == 0.5
 
 
-async def test_a_reward_function_that_always_fails_ends_the_evaluation(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = (
-        "def some(p, c):\n    return 1 / (len(p.text) % 2)\ndef none(p, c):\n    return 1 / len(p.text[:0])\n"
-    )
-    source = rewarded_rows(models, monkeypatch, "fails", code, "ab>", "abc>", "cba>", "b>")
+async def test_a_reward_function_that_always_fails_ends_the_evaluation(models: Path, own_rewards) -> None:
+    code = "def some(p, c): return 1 / (len(p.text) % 2)\ndef none(p, c): return 1 / len(p.text[:0])\n"
+    source = own_rewards("fails", code, "ab>", "abc>", "cba>", "b>")
     sets = {one: {"source": source | {"reward_fn": f"fails:{one}"}} for one in ("some", "none")}
     one = evaluator(models, Teacher(models / "teacher"), Replica(models / "student"), sets=sets)
     report = await evaluated(one, sets=["some"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from episodes import ANSWER, ASK, HIGHER, LOWER, USER, GuessEnvironment, Trouble
 from evaluated_models import (
     Replica,
     Teacher,
-    close,
     completed,
     configure,
     evaluated,
@@ -35,7 +34,7 @@ from sync.wire import GenerateRequest
 
 TASKS = 12
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-MADE: list[Controller] = []
+pytestmark = pytest.mark.usefixtures("ends_workers")
 ENVIRONMENT = {"type": "environment", "environment": "guess"}
 
 
@@ -45,13 +44,6 @@ def models(tmp_path: Path) -> Path:
         save(tmp_path / name, seed)
         (tmp_path / name / "chat_template.jinja").write_text(TEMPLATE)
     return tmp_path
-
-
-@pytest.fixture(autouse=True)
-async def _ends_workers() -> AsyncIterator[None]:
-    yield
-    while MADE:
-        await close(MADE.pop())
 
 
 def evaluator(
@@ -69,9 +61,7 @@ def evaluator(
     }
     raw["teachers"] |= {name: {**raw["teachers"]["t"], "route": ["games"]} for name in of_games or {}}
     teachers: Any = {"t": Teacher(models / "teacher")} | (of_games or {})
-    one = evaluation(validate(raw, "x"), models, replica, teachers, {"guess": environment})
-    MADE.append(one)
-    return one
+    return evaluation(validate(raw, "x"), models, replica, teachers, {"guess": environment})
 
 
 def by_hand(models: Path, row: dict[str, Any]) -> tuple[float, int]:

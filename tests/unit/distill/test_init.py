@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow
 import pytest
 import typer
+from command import left
 from pyarrow import parquet
 
-from distill.cli.main import main
 from distill.config.loading import load
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.planning import starter
@@ -33,18 +33,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     folder = tmp_path_factory.mktemp("model")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = Qwen3Config(
-        **sizes, num_key_value_heads=4, vocab_size=128, max_position_embeddings=64, dtype="bfloat16"
-    )
-    config.save_pretrained(folder)
+    more = {"num_key_value_heads": 4, "vocab_size": 128, "max_position_embeddings": 64, "dtype": "bfloat16"}
+    Qwen3Config(**sizes, **more).save_pretrained(folder)
     return str(folder)
 
 
-@pytest.mark.parametrize("gpus", [3, 4, 8])
-def test_every_gpu_has_one_role_at_most(
-    model: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def _in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose configurations a written file names."""
     monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("gpus", [3, 4, 8])
+def test_every_gpu_has_one_role_at_most(model: str, gpus: int, tmp_path, monkeypatch) -> None:
     write(tmp_path / "run.toml", Wanted(model, model, ROWS, gpus, 10.0))
     config = load(tmp_path / "run.toml")
     used = [*config.student.devices, *config.teachers["teacher"].devices, str(config.trainer.devices)]
@@ -69,13 +70,9 @@ def test_a_teacher_that_needs_several_gpus_is_split_over_a_power_of_two(
         size = 3 if source.path.endswith("/") else 0.5
         return {"weights": size * GIB / tensor}, 0.9, tuple(names[:tensor])
 
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(starter, "engine_memory", three_gib)
     monkeypatch.setattr(starter, "check_devices", lambda config: [])
-    teacher = f"{model}/"
-    write(
-        tmp_path / "run.toml", Wanted(teacher, model, ROWS, 8, 1.0)
-    )  # 3 / 4 GiB are below 0.9, 3 / 2 are not
+    write(tmp_path / "run.toml", Wanted(f"{model}/", model, ROWS, 8, 1.0))  # 3 / 4 GiB < 0.9 < 3 / 2 GiB
     config = load(tmp_path / "run.toml")
     assert config.teachers["teacher"].devices == ["0,1,2,3"]
     assert config.teachers["teacher"].engine_args["tensor_parallel_size"] == 4
@@ -83,17 +80,11 @@ def test_a_teacher_that_needs_several_gpus_is_split_over_a_power_of_two(
     assert config.trainer.devices == "4"
 
 
-def test_without_gpus_every_role_computes_on_cores(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_without_gpus_every_role_computes_on_cores(model: str, tmp_path, monkeypatch) -> None:
     write(tmp_path / "run.toml", Wanted(model, model, ROWS, 0, 0))
     config = load(tmp_path / "run.toml")
-    assert (config.student.devices, config.trainer.devices, config.trainer.deepspeed.name) == (
-        [],
-        None,
-        "zero3_cpu.json",
-    )
+    assert (config.student.devices, config.trainer.devices) == ([], None)
+    assert config.trainer.deepspeed.name == "zero3_cpu.json"
 
 
 @pytest.mark.parametrize(
@@ -115,39 +106,29 @@ def test_what_does_not_suffice_is_refused_and_nothing_is_written(
 def test_the_command_asks_on_a_terminal_alone_and_overwrites_nothing(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(devices, "gpus", dict)
     words = ["init", str(tmp_path / "run.toml"), "--teacher", model, "--student", model]
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
-    assert left(words) == 2
+    assert left(*words) == 2
     assert "needs --prompts, --gpus, --gpu-gib: give them" in capsys.readouterr().err
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     answers = {"prompts": ROWS, "gpus": 0}
     monkeypatch.setattr(typer, "prompt", lambda name, type: answers.pop(name))
-    assert left(words) == 0
+    assert left(*words) == 0
     assert answers == {}
     before = (tmp_path / "run.toml").read_text()
-    assert left(words) == 2
+    assert left(*words) == 2
     assert "exists, and is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "run.toml").read_text() == before
 
 
-def test_a_number_of_gpus_below_none_is_refused(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_number_of_gpus_below_none_is_refused(model: str, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(devices, "gpus", dict)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(typer, "prompt", lambda name, type: {"gpus": -1}[name])
     words = ["init", str(tmp_path / "run.toml"), "--teacher", model, "--student", model, "--prompts", ROWS]
-    assert left(words) == 2
+    assert left(*words) == 2
     assert "--gpus -1 is too little: give 0 or more" in capsys.readouterr().err
-
-
-def left(words: list[str]) -> object:
-    """Exit status of a command."""
-    with pytest.raises(SystemExit) as leaving:
-        main(words)
-    return leaving.value.code
 
 
 ANSWERED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -170,7 +151,6 @@ ANSWERED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "
 def test_the_field_is_the_one_that_the_rows_have(
     model: str, row: object, field: str, drops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(ROOT)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(row) + "\n")
     write(tmp_path / "run.toml", Wanted(model, model, str(rows), 0, 0))
@@ -180,10 +160,7 @@ def test_the_field_is_the_one_that_the_rows_have(
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_a_table_is_read_as_its_folder(
-    model: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_table_is_read_as_its_folder(model: str, kind: str, tmp_path, monkeypatch) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     if kind == "csv":
