@@ -57,9 +57,7 @@ MANY_STEPS = 1000
 """More than the probe waits for."""
 
 
-def test_a_plan_after_a_probe_has_its_speeds_and_nothing_of_it_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_after_a_probe_has_its_speeds_and_nothing_of_it_is_left(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(probe, "SECONDS", 2.0)
     config = distill.load_config(prepare(tmp_path, "probed", MANY_STEPS))
     said: list[str] = []

@@ -64,9 +64,7 @@ def test_loss_and_gradients_are_those_of_one_process(
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def test_published_saved_and_recorded_as_without_and_resumed_by_other_ranks(
-    models: Path, tmp_path: Path
-) -> None:
+def test_published_saved_and_recorded_as_without_and_resumed_by_other_ranks(models: Path, tmp_path) -> None:
     """Adam and bf16; a start that trains nothing must publish the very weights of the checkpoint."""
     run_dir, stop = tmp_path / "run", Stop(reason="enough", checkpoint=True)
 

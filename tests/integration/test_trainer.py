@@ -304,9 +304,7 @@ def test_a_step_that_is_not_finite_is_left_out(models: Path, tmp_path: Path, con
     assert published[2].bytes < published[1].bytes / 2, "nothing changed in the step that was left out"
 
 
-def test_an_error_in_one_rank_ends_all_with_one_message(
-    models: Path, tmp_path: Path, controller: Any
-) -> None:
+def test_an_error_in_one_rank_ends_all_with_one_message(models: Path, tmp_path, controller) -> None:
     give = shares(full=False)
 
     def broken(version: Version, rank: int, world: int) -> Message:

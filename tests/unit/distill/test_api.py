@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from command import left
 from small_config import make_config
 
 import distill
 from distill import api
-from distill.cli.main import main
 from distill.launch.run import _Launcher
 from distill.launch.run_folder import RunFolder
 from distill.metrics.samples import SAMPLES, Sample
@@ -27,17 +27,12 @@ from sync.base.jsonl import JsonLines
 
 ROOT = Path(__file__).parents[3]
 FINISHED: dict[str, Any] = {
-    "completed": True,
-    "steps": 6,
-    "problems": [],
-    "warnings": [],
-    "error": None,
-    "model": "m",
+    "completed": True, "steps": 6, "problems": [], "warnings": [], "error": None, "model": "m",
     "perf": {"waited_seconds": {}, "busy_seconds": {}, "idle_seconds": {}},
     "train": {"tokens_share": 1.0},
     "rollout": {"dropped": {}, "tokens_total": 8},
     "evaluations": [{"version": "L000-v00000006", "reverse_kl": 0.5}],
-}
+}  # fmt: skip
 FILE = """
 run = {{ name = "test", steps = 6, folder = "{folder}" }}
 student.path = "none/here/student"
@@ -81,14 +76,10 @@ def test_importing_the_package_imports_nothing_else_and_every_name_is_there() ->
         distill.train  # noqa: B018
 
 
-def test_a_finished_run_is_not_started_again(
-    file: Path, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_not_started_again(file: Path, finished: Path, capsys) -> None:
     """The student's folder does not exist: whatever is checked or started would fail."""
     assert distill.run(distill.load_config(file), resume=True) == FINISHED
-    with pytest.raises(SystemExit) as left:
-        main(["run", str(file), "--resume"])
-    assert left.value.code == 0
+    assert left("run", str(file), "--resume") == 0
     assert "is already complete: 6 steps; raise run.steps to train on" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="does not exist"):
         distill.run(distill.load_config(file, ["run.steps=7"]), resume=True)
@@ -113,9 +104,7 @@ def test_the_commands_call_the_same_functions(
         raise ConfigError("called")
 
     monkeypatch.setattr(api, function, called)
-    with pytest.raises(SystemExit) as left:
-        main([words[0], str(file), *words[1:], "--set", "run.steps=9"])
-    assert left.value.code == 2
+    assert left(words[0], str(file), *words[1:], "--set", "run.steps=9") == 2
     ((config, named),) = calls
     assert config == distill.load_config(file, ["run.steps=9"])
     assert given.items() <= named.items()

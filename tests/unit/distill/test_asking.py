@@ -85,9 +85,9 @@ def refused(asked: list[Asked]) -> list[str]:
 async def test_long_work_is_cut_into_bounded_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "REQUEST_TOKENS", 20)
     async with serving(GatedEngine(TABLE)) as url, Counting(url) as client:
-        assert await ask_scores(client, [], Want()) == []
+        assert await ask_scores(client, []) == []
         assert client.sizes == []
-        asked = await ask_scores(client, sequences(10), Want())
+        asked = await ask_scores(client, sequences(10))
         assert right(sequences(10), (answer for answer, _ in asked))
         assert sorted(client.sizes) == [1, 3, 3, 3]
         prompts = [TeacherPrompt(f"{i}", pack(np.array([1, 2], "i4")), i) for i in range(10)]
@@ -100,7 +100,7 @@ async def test_long_work_is_cut_into_bounded_requests(monkeypatch: pytest.Monkey
 async def test_what_a_teacher_does_not_queue_at_once_is_sent_in_halves() -> None:
     """8 × 6 tokens, of which 15 may wait: 8, 4 + 4, and 2 + 2 of each."""
     async with serving(GatedEngine(TABLE), queue_tokens=15) as url, Counting(url) as client:
-        asked = await ask_scores(client, sequences(8), Want())
+        asked = await ask_scores(client, sequences(8))
         assert right(sequences(8), (answer for answer, _ in asked))
     assert client.sizes == [8, 4, 2, 2, 4, 2, 2]
 
@@ -110,7 +110,7 @@ async def test_a_sequence_that_the_engine_fails_on_costs_two_requests_for_each_h
     """One bad of B = 16: a request, and two for each of log2 B halvings."""
     given = with_bad(16, bad)
     async with serving(Failing()) as url, Counting(url) as client:
-        asked = await ask_scores(client, given, Want(), isolate=True)
+        asked = await ask_scores(client, given, isolate=True)
     assert len(client.sizes) == 1 + 2 * 4
     assert refused(asked) == [f"{bad}"]
     assert asked[bad].result.error == "the engine failed on this sequence: DataError: it cannot be computed"
@@ -120,7 +120,7 @@ async def test_a_sequence_that_the_engine_fails_on_costs_two_requests_for_each_h
 async def test_an_engine_that_fails_on_everything_gets_two_requests_less_one_for_each_sequence() -> None:
     """2 B − 1 is the most that B = 16 sequences can cost, whatever is wrong with them."""
     async with serving(Failing(everything=True)) as url, Counting(url) as client:
-        asked = await ask_scores(client, sequences(16), Want(), isolate=True)
+        asked = await ask_scores(client, sequences(16), isolate=True)
     assert len(client.sizes) == 2 * 16 - 1
     assert len(refused(asked)) == 16
 
@@ -130,10 +130,10 @@ async def test_a_request_of_another_run_costs_nothing_when_a_batch_of_both_fails
     engine = Failing()
     async with serving(engine) as url, Counting(url) as one, Counting(url) as other:
         engine.gate.clear()
-        first = asyncio.create_task(ask_scores(one, sequences(1, seed=3), Want()))
+        first = asyncio.create_task(ask_scores(one, sequences(1, seed=3)))
         await asyncio.to_thread(engine.begun.wait, 600)
-        bad = asyncio.create_task(ask_scores(one, with_bad(2, 0), Want(), isolate=True))
-        good = asyncio.create_task(ask_scores(other, sequences(3), Want()))
+        bad = asyncio.create_task(ask_scores(one, with_bad(2, 0), isolate=True))
+        good = asyncio.create_task(ask_scores(other, sequences(3)))
         await asyncio.sleep(0.5)  # both are queued
         engine.gate.set()
         assert refused(await bad) == ["0"]
@@ -142,14 +142,12 @@ async def test_a_request_of_another_run_costs_nothing_when_a_batch_of_both_fails
     assert other.sizes == [3]
 
 
-async def test_a_stalled_server_costs_one_request_and_another_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_stalled_server_costs_one_request_and_another_answers(monkeypatch) -> None:
     monkeypatch.setattr(client_module, "HEALTH_SECONDS", 0.1)
     engine = GatedEngine(TABLE)
     with silent() as mute:
         async with serving(engine) as url, Counting(mute, url) as client:
-            asked = await ask_scores(client, sequences(8), Want())
+            asked = await ask_scores(client, sequences(8))
             assert right(sequences(8), (answer for answer, _ in asked))
             assert {server for _, server in asked} == {url}
     assert client.sizes == [8, 8]
@@ -160,18 +158,18 @@ async def test_work_goes_to_the_process_with_the_least_outstanding(monkeypatch: 
     monkeypatch.setattr(scoring, "REQUEST_TOKENS", 6)
     one, two = GatedEngine(TABLE), GatedEngine(TABLE)
     async with serving(one) as first, serving(two) as second, Counting(first, second) as client:
-        assert right(sequences(40), (answer for answer, _ in await ask_scores(client, sequences(40), Want())))
+        assert right(sequences(40), (answer for answer, _ in await ask_scores(client, sequences(40))))
     assert one.sequences == two.sequences == 20
 
 
 async def test_a_dead_process_is_passed_over_and_used_again_when_it_is_back() -> None:
     one, two, port = GatedEngine(TABLE), GatedEngine(TABLE), free_port()
     async with serving(one) as living, Counting(f"http://127.0.0.1:{port}", living) as client:
-        await ask_scores(client, sequences(8), Want())
+        await ask_scores(client, sequences(8))
         assert one.sequences == 8
         async with serving(two, port=port):
             for seed in range(200):
-                both = [ask_scores(client, sequences(2, seed=seed), Want()) for _ in range(2)]
+                both = [ask_scores(client, sequences(2, seed=seed)) for _ in range(2)]
                 await asyncio.gather(*both)
                 if two.sequences:
                     break
@@ -204,17 +202,17 @@ async def test_a_teacher_that_is_gone_or_stays_full_is_a_typed_error_at_the_dead
     started = time.monotonic()
     async with Counting(f"http://127.0.0.1:{free_port()}") as client:
         with pytest.raises(Unreachable):
-            await ask_scores(client, sequences(1), Want(), within=0.5)
+            await ask_scores(client, sequences(1), within=0.5)
         with pytest.raises(Unreachable):
             await until_answered(client, client.head, within=0.2)
     assert time.monotonic() - started < 60
     engine = GatedEngine(TABLE)
     async with serving(engine, queue_tokens=10) as url, Counting(url) as client:
         engine.gate.clear()
-        first = asyncio.create_task(ask_scores(client, sequences(1), Want()))
+        first = asyncio.create_task(ask_scores(client, sequences(1)))
         await asyncio.to_thread(engine.begun.wait, 600)
         with pytest.raises((Overloaded, Unreachable)):
-            await ask_scores(client, sequences(1), Want(), within=0.3)
+            await ask_scores(client, sequences(1), within=0.3)
         engine.gate.set()
         assert right(sequences(1), (answer for answer, _ in await first))
 

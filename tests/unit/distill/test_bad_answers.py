@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
-import in_memory
 import msgspec
 import numpy as np
 import pytest
@@ -30,8 +29,10 @@ from in_memory import (
     MemoryReplica,
     MemoryTeacher,
     MemoryTrainer,
+    fetching,
+    rows_in,
 )
-from started import controlled
+from started import controlled, to_the_end
 
 from distill.config import RunConfig
 from distill.controller import Controller
@@ -48,7 +49,15 @@ OF_A_RUN = 200
 SEEN: Counter[tuple[str, str, str]] = Counter()
 FIELDS: dict[type[msgspec.Struct], set[str]] = {
     Generated: {
-        *("id", "token_ids", "logprob", "spans", "finish_reason", "topk_ids", "mask", "routes", "bytes"),
+        "id",
+        "token_ids",
+        "logprob",
+        "spans",
+        "finish_reason",
+        "topk_ids",
+        "mask",
+        "routes",
+        "bytes",
     },
     wire.SamplingMask: {"sizes", "ids"},
     Scored: {
@@ -102,18 +111,9 @@ async def spoiled_run(
         ),
     )
     run.pool._retry_seconds = run.pool.poll_seconds = 0.02
-    trainer = MemoryTrainer(
-        SpoiledSession(run.session, spoiler),
-        checkpoint_every=7,
-        scores=in_memory.fetching({"t": teacher}, want, own),
-    )
-    running, training = asyncio.create_task(run.run()), asyncio.create_task(trainer.run())
-    async with asyncio.timeout(600):
-        done, _ = await asyncio.wait([running, training], return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-        await training
-        return await running, trainer, spoiler
+    scores = fetching({"t": teacher}, want, own)
+    trainer = MemoryTrainer(SpoiledSession(run.session, spoiler), checkpoint_every=7, scores=scores)
+    return await to_the_end(run, trainer), trainer, spoiler
 
 
 def arrays(rows: wire.Rows) -> dict[str, np.ndarray]:
@@ -127,7 +127,7 @@ NONE = np.zeros(0)
 
 def check_trained(shares: list[wire.TrainBatch]) -> None:
     """Whatever a trainer is given can be trained on."""
-    for rows in (rows for share in shares for rows in share.micro_batches):
+    for rows in rows_in(shares):
         found, count = arrays(rows), int(unpack(rows.completion_lens).sum())
         for name, least in (("tokens", 0), ("teacher_topk_ids", 0), ("student_topk_ids", -1)):
             assert found.get(name, NONE).min(initial=0) >= least
@@ -175,7 +175,7 @@ def test_a_run_whose_servers_lie_ends_with_every_rollout_accounted_for(
             "batch": 16,
             "max_in_flight": 32,
             "request_size": 2,
-            "top_k": 4 if more else 0,
+            "top_k": 4 * more,
             "routing_replay": more,
         },
         objective={"type": "sampled", "on_policy": 0.75},
@@ -220,12 +220,8 @@ def nan(answer: Generated) -> Generated:
 
 
 async def end_of(run: Controller) -> tuple[dict[str, Any], MemoryTrainer]:
-    """Summary of a run with a trainer that saves a checkpoint when it is told to stop."""
     trainer = MemoryTrainer(run.session)
-    running, training = asyncio.create_task(run.run()), asyncio.create_task(trainer.run())
-    async with asyncio.timeout(600):
-        await training
-        return await running, trainer
+    return await to_the_end(run, trainer), trainer
 
 
 def without_routes(answer: Generated) -> Answer:
@@ -250,8 +246,8 @@ async def test_a_replica_whose_answers_cannot_be_used_is_left_out_and_the_run_go
 
 
 def without_tokens(answer: Generated) -> Answer:
-    none: dict[str, Any] = {name: pack(np.zeros(0, "i4")) for name in ("token_ids", "logprob")}
-    return msgspec.structs.replace(answer, **none | {"logprob": pack(np.zeros(0, "f4"))}, spans=[])
+    ids, values = pack(np.zeros(0, "i4")), pack(np.zeros(0, "f4"))
+    return msgspec.structs.replace(answer, token_ids=ids, logprob=values, spans=[])
 
 
 def refused(answer: Generated) -> Answer:
@@ -307,10 +303,7 @@ async def test_when_no_server_of_a_kind_is_left_the_run_ends_with_an_error_and_a
 
     mended = controller(settings, evaluator=MemoryEvaluator())
     trainer.session = mended.session
-    running, training = asyncio.create_task(mended.run()), asyncio.create_task(trainer.run())
-    async with asyncio.timeout(600):
-        await training
-        summary = await running
+    summary = await to_the_end(mended, trainer)
     assert summary["completed"]
     assert summary["error"] is None
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from command import left
 
-from distill.cli.main import main
 from distill.config.loading import load
 from distill.launch.preflight import check_arguments
 from distill.launch.run_folder import RunFolder
@@ -40,9 +40,7 @@ def vllm_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def distill(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Distill:
+def distill(models: Path, tmp_path, monkeypatch, capsys) -> Distill:
     """Run a command on the quickstart's configuration; the message it leaves with."""
     monkeypatch.chdir(ROOT)
     ours = [f"student.path={models / 'student'}", f"teachers.sorter.path={models / 'teacher'}"]
@@ -52,10 +50,8 @@ def distill(
         *overrides: str, name: str = "run", status: int = 2, more: tuple[str, ...] = (), writes: bool = False
     ) -> str:
         settings = [word for override in [*ours, *overrides] for word in ("--set", override)]
-        with pytest.raises(SystemExit) as leaving:
-            main([name, "configs/quickstart.toml", *settings, *more])
-        captured = capsys.readouterr()
-        assert leaving.value.code == status, captured
+        code, captured = left(name, "configs/quickstart.toml", *settings, *more), capsys.readouterr()
+        assert code == status, captured
         assert "Traceback" not in captured.err
         assert writes or not list(tmp_path.glob("runs/*/run.db"))
         return captured.err if status else captured.out
@@ -69,9 +65,7 @@ def test_good_input_is_told_to_be_ready(distill: Distill, monkeypatch: pytest.Mo
 
 
 def test_a_missing_configuration_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main(["run", "nowhere.toml"])
-    assert leaving.value.code == 2
+    assert left("run", "nowhere.toml") == 2
     assert "nowhere.toml cannot be read (No such file or directory)" in capsys.readouterr().err
 
 
@@ -118,16 +112,13 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(
     assert len(asked) == 1
 
 
-def test_a_model_folder_whose_loaders_would_differ_is_refused_by_its_key(
-    distill: Distill, tmp_path: Path
-) -> None:
+def test_a_model_folder_whose_loaders_would_differ_is_refused_by_its_key(distill: Distill, tmp_path) -> None:
     (tmp_path / "m").mkdir()
     for name in ("config.json", "model.safetensors", "old.safetensors"):
         (tmp_path / "m" / name).touch()
     said = distill(f"teachers.sorter.path={tmp_path / 'm'}")
-    assert (
-        f"teachers.sorter.path {tmp_path / 'm'}: the trainer would load model.safetensors, and vLLM" in said
-    )
+    told = "the trainer would load model.safetensors, and vLLM"
+    assert f"teachers.sorter.path {tmp_path / 'm'}: {told}" in said
 
 
 def test_an_adapter_to_evaluate_is_to_be_merged_first(distill: Distill, tmp_path: Path) -> None:
@@ -187,9 +178,7 @@ def test_another_chat_template_matters_to_prompts_that_go_through_it(
         ("", r"0 prompts were found"),
     ],
 )
-def test_prompts_that_cannot_be_used_are_named(
-    distill: Distill, tmp_path: Path, rows: str, expected: str
-) -> None:
+def test_prompts_that_cannot_be_used_are_named(distill: Distill, tmp_path, rows: str, expected: str) -> None:
     assert expected in distill(jsonl(tmp_path, rows), name="preflight")
 
 
@@ -294,9 +283,7 @@ def test_a_deepspeed_file_that_is_no_json_is_refused(distill: Distill, tmp_path:
     assert "is not JSON" in distill(f"trainer.deepspeed={tmp_path / 'ds.json'}")
 
 
-def test_arguments_that_vllm_does_not_take_are_refused_in_its_words(
-    distill: Distill, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_that_vllm_does_not_take_are_refused_in_its_words(distill: Distill, monkeypatch) -> None:
     monkeypatch.setattr("distill.launch.preflight.check_arguments", check_arguments)
     teacher = "teachers.sorter={engine='vllm',engine_args={tensor_paralel_size=2}}"
     message = distill("student.engine_args.max-model-lenn=64", teacher, name="preflight")
@@ -331,9 +318,7 @@ def test_too_few_rows_to_hold_one_out(distill: Distill, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["run", "preflight"])
 def test_a_port_in_use_is_named(distill: Distill, command: str) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
+    with socket.create_server(("127.0.0.1", 0)) as server:
         number = server.getsockname()[1]
         message = distill(f"student.port={number}", name=command)
         assert f"student.port: port {number} of 127.0.0.1 is in use: choose another one, or 0" in message
@@ -351,9 +336,8 @@ def test_a_second_run_in_the_same_folder_is_refused(distill: Distill, tmp_path: 
 def test_a_role_alone_names_a_missing_model(distill: Distill, tmp_path: Path, role: str) -> None:
     missing = [f"{place}.path={tmp_path / 'none'}" for place in ("student", "teachers.sorter")]
     more = ("--controller", "http://127.0.0.1:1") if role == "train" else ()
-    assert f"{tmp_path / 'none'} does not exist: name a model folder" in distill(
-        *missing, name=role, more=more
-    )
+    said = distill(*missing, name=role, more=more)
+    assert f"{tmp_path / 'none'} does not exist: name a model folder" in said
 
 
 def test_control_names_what_has_not_registered(distill: Distill) -> None:
@@ -373,29 +357,19 @@ def test_a_teacher_that_cannot_generate_its_share_is_refused(distill: Distill) -
     assert "ready to run" in distill(*asked, served, name="preflight", status=0)
 
 
-def test_an_optimum_that_is_not_the_teacher_is_warned_of(
-    distill: Distill, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_optimum_that_is_not_the_teacher_is_warned_of(distill: Distill, caplog) -> None:
     for temperature, of, warned in ((0.7, "one", True), (0.7, "rollout", False), (1.0, "one", False)):
         caplog.clear()
-        distill(
-            f"rollout.temperature={temperature}",
-            f"objective.teacher_temperature={of}",
-            name="preflight",
-            status=0,
-        )
+        settings = f"rollout.temperature={temperature}", f"objective.teacher_temperature={of}"
+        distill(*settings, name="preflight", status=0)
         assert ("rollout.temperature is 0.7 and the teacher's is 1" in caplog.text) == warned
 
 
 @pytest.mark.parametrize("url", ["http://h:port", "h:1"])
-def test_a_controller_at_no_servers_url_is_refused(
-    distill: Distill, capsys: pytest.CaptureFixture[str], url: str
-) -> None:
+def test_a_controller_at_no_servers_url_is_refused(distill: Distill, capsys, url: str) -> None:
     expected = f"--controller '{url}' is not a server's URL"
     assert expected in distill(name="train", more=("--controller", url))
-    with pytest.raises(SystemExit) as leaving:
-        main(["servers", "ls", "--controller", url])
-    assert leaving.value.code == 2
+    assert left("servers", "ls", "--controller", url) == 2
     assert expected in capsys.readouterr().err
 
 
@@ -480,11 +454,7 @@ def test_files_that_are_no_text_are_refused(distill: Distill, tmp_path: Path) ->
         assert str(tmp_path / "binary") in distill(f"{key}={tmp_path / 'binary'}")
 
 
-def test_an_override_of_the_quickstart_is_read_before_its_models_are_made(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_override_of_the_quickstart_is_read_before_its_models_are_made(monkeypatch, capsys) -> None:
     monkeypatch.setattr("distill.quickstart.make_models", lambda *_: pytest.fail("a minute has passed"))
-    with pytest.raises(SystemExit) as leaving:
-        main(["quickstart", "--set", "run.steps=x"])
-    assert leaving.value.code == 2
+    assert left("quickstart", "--set", "run.steps=x") == 2
     assert "run.steps = 'x': input should be a valid integer" in capsys.readouterr().err

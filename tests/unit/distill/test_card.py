@@ -11,13 +11,14 @@ import hostile_store
 import huggingface_hub.constants
 import model_hub
 import pytest
+from command import left
 from huggingface_hub import ModelCard
 from memory_store import MemoryStore
 from ports import served
 from small_config import make_config
 from typer.testing import CliRunner
 
-from distill.cli.main import app, main
+from distill.cli.main import app
 from distill.config import RunConfig
 from distill.metrics.card import front_matter, write_card
 from distill.metrics.summary import evaluation
@@ -115,9 +116,7 @@ def test_a_card_has_figures_and_where_the_model_is_from_but_no_secret_and_nothin
 @pytest.mark.parametrize(
     "card", [None, "# no front matter", "---\n[not: closed\n---\n", "---\n- a list\n---\n"]
 )
-def test_what_the_students_card_does_not_give_is_left_to_fill_in(
-    card: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_the_students_card_does_not_give_is_left_to_fill_in(card: str | None, tmp_path, caplog) -> None:
     write_card(tmp_path, of_run(tmp_path, card), {}, "L000-v00000006")
     assert "README.md leaves base_model and license to fill in" in caplog.text
     text = (tmp_path / "README.md").read_text()
@@ -126,9 +125,7 @@ def test_what_the_students_card_does_not_give_is_left_to_fill_in(
     assert ModelCard(text).data.license is None
 
 
-def test_a_student_of_the_hub_is_the_base_model_and_its_license_may_stand_in_its_config(
-    tmp_path: Path,
-) -> None:
+def test_a_student_of_the_hub_is_the_base_model_and_its_license_may_stand_in_its_config(tmp_path) -> None:
     named = make_config(student={"path": "acme/tiny"})
     matter = front_matter(named, adapter=True)
     assert (matter["base_model"], matter["base_model_relation"]) == ("acme/tiny", "adapter")
@@ -145,10 +142,7 @@ def test_an_adapter_is_loaded_over_its_base(tmp_path: Path) -> None:
     write_card(tmp_path, config, {}, None, "acme/distilled")
     text = (tmp_path / "README.md").read_text()
     assert 'AutoPeftModelForCausalLM.from_pretrained("acme/distilled"' in text
-    assert (
-        "vllm serve acme/tiny --enable-lora --max-lora-rank 16 --lora-modules distilled=acme/distilled"
-        in text
-    )
+    assert "serve acme/tiny --enable-lora --max-lora-rank 16 --lora-modules distilled=acme/distilled" in text
 
 
 # --- export and upload --------------------------------------------------------------------------------------
@@ -215,29 +209,16 @@ def test_an_export_is_uploaded_and_an_existing_model_is_asked_for_by_name(
 @pytest.mark.parametrize(
     ("repo", "token", "message"),
     [
-        (
-            "acme/new",
-            "",
-            "--push-to-hub acme/new needs a Hugging Face token with write access, and none is set",
-        ),
+        ("acme/new", "", "acme/new needs a Hugging Face token with write access, and none is set"),
         ("a/b/c", model_hub.TOKEN, "--push-to-hub a/b/c: give OWNER/NAME of a model on the Hub"),
         ("acme/new", model_hub.TOKEN + "x", "acme/new cannot be uploaded: .*401.*check HF_TOKEN"),
     ],
 )
 def test_what_cannot_be_uploaded_is_one_message(
-    repo: str,
-    token: str,
-    message: str,
-    finished: Path,
-    tmp_path: Path,
-    hub: model_hub.ModelHub,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    repo: str, token: str, message: str, finished: Path, tmp_path: Path, hub, monkeypatch, capsys
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(SystemExit) as leaving:
-        main(["export", str(finished), str(tmp_path / "out"), "--push-to-hub", repo])
-    assert leaving.value.code in (1, 2)
+    assert left("export", str(finished), str(tmp_path / "out"), "--push-to-hub", repo) in (1, 2)
     said = capsys.readouterr().err
     assert len(said.strip().splitlines()) == 1
     assert re.search(message, said), said

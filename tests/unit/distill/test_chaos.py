@@ -11,10 +11,9 @@ import re
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
@@ -27,11 +26,13 @@ from audited import check
 from faults import CUT, MALFORMED, MALFORMED_BYTES, Relay, Relays, malformed, put_between
 from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
 from kill_target import KillTarget
-from ports import free_port
+from ports import Handler, free_port, served
 from recorded import rows_of
 from small_config import make_config
 from typer.testing import CliRunner
+from waiting import until
 
+from distill.aio import cancel
 from distill.controller import Controller
 from distill.guardian import MODULE
 from distill.launch import cluster, run
@@ -69,17 +70,12 @@ class Chaos:
         self.trainer.session = self.controller.session
         self._training = asyncio.create_task(self.trainer.run())
 
-    async def _end(self, task: asyncio.Task) -> None:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
     async def _kill_trainer(self) -> None:
-        await self._end(self._training)
+        await cancel([self._training])
         self._train()
 
     async def _kill_controller(self) -> None:
-        await self._end(self._training)
-        await self._end(self._running)
+        await cancel([self._training, self._running])
         self._control()
         self._train()
 
@@ -130,10 +126,9 @@ async def test_random_kills_cost_nothing(controller, config, tmp_path: Path, see
 BODY = bytes(range(128)) * 8
 
 
-class Server(BaseHTTPRequestHandler):
+class Server(Handler):
     """Answers BODY, or "short"; /slow when `gate` is open."""
 
-    protocol_version = "HTTP/1.1"
     gate: threading.Event
     asked: threading.Event
 
@@ -141,21 +136,12 @@ class Server(BaseHTTPRequestHandler):
         if self.path == "/slow":
             self.asked.set()
             self.gate.wait(20)
-        body = b"short" if self.path == "/short" else BODY
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.answer(200, b"short" if self.path == "/short" else BODY)
 
     do_POST = do_GET
 
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
 
-
-def test_clients_of_a_run_s_servers_and_its_trainer_connect_to_relays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_of_a_run_s_servers_and_its_trainer_connect_to_relays(tmp_path, monkeypatch) -> None:
     class Before:
         def before(self, role: str, url: str) -> str:
             return f"http://relay-of-{role}:{urlsplit(url).port}"
@@ -184,18 +170,9 @@ def test_clients_of_a_run_s_servers_and_its_trainer_connect_to_relays(
 def relayed(folder: Path) -> Iterator[tuple[str, type[Server]]]:
     """URL of a relay before a server, told by files in `folder`."""
     handler = type("Bound", (Server,), {"gate": threading.Event(), "asked": threading.Event()})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with served(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as server:
         yield Relays(folder).before("teacher-a.b", f"http://127.0.0.1:{server.server_port}"), handler
         handler.gate.set()
-        server.shutdown()
-
-
-def happens(order: Path) -> None:
-    deadline = time.monotonic() + 20
-    while order.exists():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 async def test_a_request_under_way_is_cut_and_the_next_one_passes(tmp_path: Path) -> None:
@@ -206,7 +183,7 @@ async def test_a_request_under_way_is_cut_and_the_next_one_passes(tmp_path: Path
             (tmp_path / f"teacher-a.b.{CUT}").touch()
             with pytest.raises(Unreachable, match=r"ServerDisconnectedError|ClientOSError"):
                 await asked
-            await asyncio.to_thread(happens, tmp_path / f"teacher-a.b.{CUT}")
+            await asyncio.to_thread(until, lambda: not (tmp_path / f"teacher-a.b.{CUT}").exists())
             assert await peer.once("/", None, 20) == BODY
 
 
@@ -221,7 +198,7 @@ def test_one_long_answer_arrives_malformed_with_its_length_and_headers(tmp_path:
         while found[-1] in (b"short", BODY):
             assert client.get(f"{url}/short").content == b"short"
             found.append(client.get(url).content)
-        happens(order)
+        until(lambda: not order.exists())
         assert client.get(url).content == BODY
     differing = [a != b for a, b in zip(found[-1], BODY, strict=True)]
     assert sum(differing) == MALFORMED_BYTES
@@ -304,9 +281,8 @@ def test_a_benchmark_prints_a_table_and_writes_its_figures(tmp_path: Path) -> No
 
 def test_figures_with_a_problem_are_written_before_the_benchmark_fails(tmp_path: Path) -> None:
     app, file = typer.Typer(), tmp_path / "x.json"
-    app.command()(
-        with_json(lambda: {"lost": 1}, lambda _: "a table", lambda figures: f"{figures['lost']} lost")
-    )
+    problem = lambda figures: f"{figures['lost']} lost"  # noqa: E731
+    app.command()(with_json(lambda: {"lost": 1}, lambda _: "a table", problem))
     failed = CliRunner().invoke(app, ["--json", str(file)])
     assert isinstance(failed.exception, DistillError)
     assert str(failed.exception) == "1 lost"
@@ -331,7 +307,5 @@ def test_twelve_faults_are_of_all_six_kinds() -> None:
     kinds = [*INJECT]
     roles = ["student-0", "teacher-t", "trainer", "evaluator"]
     for seed in range(5):
-        pairs = list(
-            itertools.islice(targets(random.Random(seed), kinds, roles, ["engine of student-0"]), 12)
-        )
-        assert sorted(kind for kind, _ in pairs) == sorted(2 * kinds)
+        endless = targets(random.Random(seed), kinds, roles, ["engine of student-0"])
+        assert sorted(kind for kind, _ in itertools.islice(endless, 12)) == sorted(2 * kinds)

@@ -57,10 +57,7 @@ def conversations(template: str | None, sampling: Mapping[str, Any] = {}, **mode
     tokenizer = letter_tokenizer()
     tokenizer.chat_template = template
     prompts = TaskPrompts(type="task", task="sort_letters")
-    config = make_config()
-    rollout = config.rollout.model_copy(update=sampling)
-    config = config.model_copy(update={"prompts": prompts, "rollout": rollout})
-    return Conversations(config, tokenizer, models)
+    return Conversations(make_config().with_(prompts=prompts, rollout=dict(sampling)), tokenizer, models)
 
 
 async def test_each_model_continues_a_conversation_of_its_own_until_the_reset() -> None:
@@ -86,9 +83,8 @@ async def test_without_a_chat_template_every_prompt_is_continued_by_itself() -> 
 
 
 def test_a_teacher_is_served_by_one_process_that_generates_and_spares_the_kept_scores() -> None:
-    teacher = TeacherConfig(
-        path="m", engine="vllm", replicas=3, keep_folder=Path("scores"), engine_args={"x": 1}, host="0.0.0.0"
-    )
+    more = {"keep_folder": Path("scores"), "engine_args": {"x": 1}, "host": "0.0.0.0"}
+    teacher = TeacherConfig(path="m", engine="vllm", replicas=3, **more)
     assert _served_here(teacher) == TeacherConfig(path="m")
     there = teacher.model_copy(update={"urls": ["http://teacher:1"]})
     assert _served_here(there) is there
@@ -103,9 +99,8 @@ def test_an_adapter_is_merged_into_the_student_and_a_missing_model_is_refused(tm
     config = make_config(student={"path": str(base), "dtype": "float32"})
     with pytest.raises(ConfigError, match="final holds no model: finish the run"):
         _student(config, run, "final", tmp_path / "work")
-    get_peft_model(untaught(STUDENT), LoraConfig(r=2, target_modules="all-linear")).save_pretrained(
-        run / "final"
-    )
+    adapter = get_peft_model(untaught(STUDENT), LoraConfig(r=2, target_modules="all-linear"))
+    adapter.save_pretrained(run / "final")
     served = _student(config, run, "final", tmp_path / "work")
     assert (served.path, served.dtype) == (str(tmp_path / "work"), "float32")
     assert {one.name for one in Path(served.path).iterdir()} >= {"model.safetensors", "tokenizer.json"}
@@ -154,9 +149,8 @@ def test_the_layers_that_cost_least_go_and_a_layer_that_adds_nothing_costs_nothi
     whole, left = (AutoModelForCausalLM.from_pretrained(path) for path in (teacher, student))
     assert (left.config.num_hidden_layers, left.config.layer_types) == (2, ["full_attention"] * 2)
     for ours, theirs in ((0, 0), (1, 3)):
-        assert torch.equal(
-            left.model.layers[ours].mlp.up_proj.weight, whole.model.layers[theirs].mlp.up_proj.weight
-        )
+        layers = left.model.layers[ours], whole.model.layers[theirs]
+        assert torch.equal(*(layer.mlp.up_proj.weight for layer in layers))
     ids = torch.tensor([[3, 5, 7]])
     assert torch.allclose(left(ids).logits, whole(ids).logits, atol=0.05)
     assert AutoTokenizer.from_pretrained(student).get_vocab() == letter_tokenizer().get_vocab()
@@ -167,15 +161,19 @@ def test_the_cost_is_the_divergence_of_the_two_distributions() -> None:
     assert prune.kl(p.log(), q.log()) == pytest.approx(0.25 * torch.log(torch.tensor(2.0)).item())
 
 
-@pytest.mark.parametrize("layers", [0, 4])
-def test_a_number_of_layers_that_leaves_none_or_all_is_refused(teacher: Path, layers: int) -> None:
-    with pytest.raises(ConfigError, match=f"--layers {layers}: .* has 4, keep 1 to 3 of them"):
-        prune.prune(str(teacher), teacher.parent / "s", layers, str(teacher.parent / "rows.jsonl"))
-
-
-def test_a_folder_that_holds_something_is_not_written_into(teacher: Path) -> None:
-    with pytest.raises(ConfigError, match="is not empty"):
-        prune.prune(str(teacher), teacher, 2, str(teacher.parent / "rows.jsonl"))
+@pytest.mark.parametrize(
+    ("folder", "layers", "says"),
+    [
+        ("student", 0, "--layers 0: .* has 4, keep 1 to 3 of them"),
+        ("student", 4, "--layers 4: .* has 4, keep 1 to 3 of them"),
+        ("teacher", 2, "is not empty"),
+    ],
+)
+def test_what_would_leave_no_layer_or_all_or_a_folder_with_something_in_it_is_refused(
+    teacher: Path, folder: str, layers: int, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        prune.prune(str(teacher), teacher.parent / folder, layers, str(teacher.parent / "rows.jsonl"))
 
 
 # --- figures of how completions read, against numbers counted by hand
@@ -188,14 +186,8 @@ def completion(token_ids: list[int], finish_reason: str) -> Completion:
 
 def test_behaviour_is_counted_over_completions_and_their_runs_of_four_tokens() -> None:
     """Lengths 5, 12, 0, 3; of two runs, nine runs of which one differs, none and none."""
-    figures = behaviour(
-        [
-            completion([1, 2, 3, 4, 5], "stop"),
-            completion([7] * 12, "length"),
-            completion([], "stop"),
-            completion([1, 2, 3], "failed"),
-        ]
-    )
+    ends = ([1, 2, 3, 4, 5], "stop"), ([7] * 12, "length"), ([], "stop"), ([1, 2, 3], "failed")
+    figures = behaviour([completion(ids, reason) for ids, reason in ends])
     assert figures.ended == 0.5
     assert figures.length_mean == 5.0
     assert figures.length_p90 == pytest.approx(5 + 0.7 * 7)  # between the third and the last of 0, 3, 5, 12

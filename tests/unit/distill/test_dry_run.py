@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from command import left
 
-from distill.cli.main import main
 from distill.launch import supervise
 from distill.launch.dry_run import _masked
 from sync.base.address import TOKEN_VARIABLE
@@ -42,10 +42,8 @@ def test_configuration_and_commands_are_printed_and_nothing_is_started(
     monkeypatch.setattr(supervise.Supervisor, "start", refuse)
     monkeypatch.setenv(TOKEN_VARIABLE, SECRETS[0])
     figures = file.parent / "dry.json"
-    with pytest.raises(SystemExit) as leaving:
-        main(["run", str(file), "--dry-run", "--json", str(figures), "--set", "rollout.batch=32"])
+    assert left("run", str(file), "--dry-run", "--json", str(figures), "--set", "rollout.batch=32") == 0
     shown = capsys.readouterr().out
-    assert leaving.value.code == 0
     assert not (file.parent / "runs").exists()
     found = json.loads(figures.read_text())
     assert found["config"]["rollout"]["batch"] == 32
@@ -80,9 +78,7 @@ def test_on_a_cluster_the_commands_are_those_of_its_machines(
     file: Path, capsys: pytest.CaptureFixture[str], cluster: str, replicas: int
 ) -> None:
     """Replicas on a partition of their own are in jobs that Slurm starts."""
-    with pytest.raises(SystemExit) as leaving:
-        main(["run", str(file), "--dry-run", "--set", f"cluster={{{cluster}}}"])
-    assert leaving.value.code == 0
+    assert left("run", str(file), "--dry-run", "--set", f"cluster={{{cluster}}}") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("distill ")]
     folder = file.parent / "runs/dry"
     assert lines == [

@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 import pytest
 from ports import free_port
+from served_app import at_url
 from small_config import make_config
 
 from distill.config import RunConfig
@@ -35,7 +36,6 @@ from distill.launch.run_folder import write_role
 from distill.preflight_checks import checks, probes
 from distill.prompts.sources import EnvironmentSource, open_prompts
 from distill.tasks.teaching import make_tokenizer
-from distill.trainer_api.http_api import listen, serving
 from sync import wire
 from sync.base import tokenizers
 from sync.base.address import TOKEN_VARIABLE
@@ -140,9 +140,9 @@ async def served(
     config = config or section()
     host = host or PythonEnvironment("e", config, Renderer(TOKENIZER))
     known = tokenizers.fingerprint(TOKENIZER), tokenizers.vocab_size(TOKENIZER)
-    service, bound = Service(host, config, known, **guards), listen("127.0.0.1", 0, None)
-    async with service.serving(), serving(service.app, bound):
-        yield service, f"http://127.0.0.1:{bound.getsockname()[1]}"
+    service = Service(host, config, known, **guards)
+    async with service.serving(), at_url(service.app) as url:
+        yield service, url
 
 
 @contextlib.asynccontextmanager
@@ -258,6 +258,7 @@ NO_TOOLS = "{% for m in messages if m['role'] != 'tool' %}" + TEMPLATE.partition
 
 SYSTEM, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "4"}
 USER, PICTURE = {"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "image"}]}
+ALTERNATED = "user, assistant, tool: say messages of"
 RAISED = r"template raised TemplateError \({}\) for messages of roles {}"
 
 
@@ -265,11 +266,7 @@ RAISED = r"template raised TemplateError \({}\) for messages of roles {}"
     ("template", "options", "problem"),
     [
         (ALTERNATING, {"first": SYSTEM}, "turn 0: .*" + RAISED.format("no system role", "system")),
-        (
-            ALTERNATING,
-            {"second": TOOL},
-            "turn 1: .*" + RAISED.format("roles must alternate", "user, assistant, tool: say messages of"),
-        ),
+        (ALTERNATING, {"second": TOOL}, "turn 1: .*" + RAISED.format("roles must alternate", ALTERNATED)),
         (ALTERNATING, {"second": [USER] * 2}, r"turn 1: .*user, assistant, user, user"),
         (NO_TOOLS, {"second": TOOL}, r"turn 1: .*leaves a message of role 'tool' out"),
         (TEMPLATE, {"first": 42}, r"talk.say, turn 0: a turn is 42: give a text"),
@@ -287,15 +284,18 @@ async def test_what_no_turn_can_be_made_of_is_named_by_turn_template_roles_and_a
     tokenizer, config = character_tokenizer(), section("odd_environments:saying", options=options)
     tokenizer.chat_template = template
     host = PythonEnvironment("e", config, Renderer(tokenizer))
+    await fails(config, rf"'odd_environments:saying', task 0: .*{problem}", host)
+
+
+async def fails(config: EnvironmentConfig, problem: str, host: Any = None) -> None:
+    """An episode, whatever the student says."""
     async with served(config, host) as (_, url), client_of(url) as client:
-        with pytest.raises(EnvironmentFailed, match=rf"'odd_environments:saying', task 0: .*{problem}"):
+        with pytest.raises(EnvironmentFailed, match=problem):
             await play(client, Episode("x"), 0, player(lambda _: "hi"), LIMITS)
 
 
 async def test_a_turn_before_the_answer_to_the_last_one_is_refused() -> None:
-    async with served(section("odd_environments:twice")) as (_, url), client_of(url) as client:
-        with pytest.raises(EnvironmentFailed, match=r"has not answered the turn before: await each"):
-            await play(client, Episode("x"), 0, player(lambda _: "hi"), LIMITS)
+    await fails(section("odd_environments:twice"), "has not answered the turn before: await each")
 
 
 async def test_a_service_that_ends_gives_up_all_episodes_at_once() -> None:
@@ -310,11 +310,9 @@ async def test_a_service_that_ends_gives_up_all_episodes_at_once() -> None:
 
 def test_a_template_that_no_turn_can_follow_is_refused_with_the_prompts(tmp_path: Path) -> None:
     config = run_config(tmp_path)
+    upper = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
     for template, problem in (
-        (
-            "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}",
-            "does not write an assistant's content",
-        ),
+        (upper, "does not write an assistant's content"),
         ("{{ messages[0].content }}{{ raise_exception('one turn') if messages | length > 1 }}", "one turn"),
         (None, "chat_template is not set"),
     ):
@@ -434,9 +432,7 @@ async def test_answers_that_are_no_tokens_of_the_student_are_refused() -> None:
             await client.proceed("x", 0, pack(np.array([1000], "i4")), "stop")
 
 
-async def test_an_episode_waits_while_as_many_are_under_way_as_may_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_episode_waits_while_as_many_are_under_way_as_may_be(monkeypatch) -> None:
     monkeypatch.setattr(role, "RETRY_SECONDS", 0.05)
     async with served(section(max_episodes=1)) as (_, url), client_of(url) as client:
         await client.begin("x", 0)
@@ -497,9 +493,7 @@ async def test_episodes_begin_at_the_process_with_the_fewest_and_not_at_one_that
 )
 def test_what_is_no_environment_is_refused_before_any_episode(fields: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
-        PythonEnvironment(
-            "e", section(**{"environment": "odd_environments:echo", **fields}), Renderer(TOKENIZER)
-        )
+        PythonEnvironment("e", section(**fields), Renderer(TOKENIZER))
 
 
 # --- a process ------------------------------------------------------------------------------------------
@@ -579,16 +573,10 @@ def run_config(tmp_path: Path, **sections: Any) -> RunConfig:
 
 
 def test_services_are_started_with_the_run_and_the_evaluator_knows_them(tmp_path: Path) -> None:
-    elsewhere = {
-        "environment": "odd_environments:echo",
-        "python": "/opt/games/bin/python",
-        "env": {"PYTHONPATH": "/g"},
-    }
-    config = run_config(
-        tmp_path,
-        environments={"e": {**elsewhere, "processes": 2}, "far": {**elsewhere, "urls": ["http://far:1"]}},
-        rollout={"stop_token_ids": [3]},
-    )
+    python = {"python": "/opt/games/bin/python", "env": {"PYTHONPATH": "/g"}}
+    elsewhere = {"environment": "odd_environments:echo", **python}
+    both = {"e": {**elsewhere, "processes": 2}, "far": {**elsewhere, "urls": ["http://far:1"]}}
+    config = run_config(tmp_path, environments=both, rollout={"stop_token_ids": [3]})
     with Ports() as ports:
         plan = plan_servers(config, "token", ports)
     assert plan.where["environments.far"] == ["http://far:1"]
@@ -602,10 +590,8 @@ def test_services_are_started_with_the_run_and_the_evaluator_knows_them(tmp_path
         assert more == "/g"
         assert sorted(os.listdir(packages)) == ["distill", "sync"]
         assert (Path(packages) / "sync" / "base" / "errors.py").is_file()
-    evaluator, service = (
-        json.loads((config.run_dir / f"roles/{role}.json").read_text())
-        for role in ("evaluator", "environment-e")
-    )
+    files = [config.run_dir / f"roles/{role}.json" for role in ("evaluator", "environment-e")]
+    evaluator, service = (json.loads(file.read_text()) for file in files)
     assert len(evaluator["environments"]["e"]["urls"]) == 2
     assert service["stop_token_ids"] == [3]
 

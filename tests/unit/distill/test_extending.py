@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_config
 import torch
 from reference import parsed
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -47,15 +48,11 @@ from teacher_service.engines import build as build_engine
 from teacher_service.engines.base import Item, ScoreOptions
 from teacher_service.limits import limits
 
-PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
-LEAST: dict[str, Any] = {
-    "run": {"name": "x", "steps": 3},
-    "student": {"path": "s"},
-    "teachers": {"t": {"path": "t", "route": ["rest"]}},
-    "prompts": {"type": "jsonl", "path": "prompts.jsonl"},
-    "rollout": {"max_tokens": 12},
-    "trainer": {"deepspeed": "x.json"},
-}
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/extending.md").read_text()
+ROUTED = {"path": "t", "route": ["rest"]}
+ROWS = {"type": "jsonl", "path": "prompts.jsonl"}
+LEAST = small_config.LEAST | {"teachers": {"t": ROUTED}, "prompts": ROWS}
 Example = Callable[..., RunConfig]
 
 
@@ -66,10 +63,8 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Example
 
     def make(heading: str, *overrides: str) -> RunConfig:
         section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
-        (name, code), (table,) = (
-            re.findall(r"```python\n# (\w+\.py)\n(.*?)```", section, re.DOTALL)[0],
-            re.findall(r"```toml\n(.*?)```", section, re.DOTALL),
-        )
+        name, code = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", section, re.DOTALL)[0]
+        (table,) = re.findall(r"```toml\n(.*?)```", section, re.DOTALL)
         (tmp_path / "beside").mkdir(exist_ok=True)
         (tmp_path / "beside" / name).write_text(code)
         assert len([line for line in code.splitlines() if line.strip()]) <= 20, "short enough to copy"
@@ -284,9 +279,8 @@ def test_processes_of_a_run_search_the_folder_last(example: Example, tmp_path: P
         "from sync.base.own_code import load_function; import sys, json; before = list(sys.path);"
         "load_function('own_objective:squared', 'x'); print(sys.path == [*before, sys.argv[1]])"
     )
-    root = str(Path(__file__).parents[3])
     command = [sys.executable, "-c", program, str(tmp_path / "beside")]
-    environment = {**environment, "PYTHONPATH": root}
+    environment = {**environment, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True"]
 
@@ -332,10 +326,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         about.mkdir(parents=True)
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
         groups = tomllib.loads(table)["project"]["entry-points"]
-        lines = [
-            f"[{group}]\n{name} = {value}" for group, one in groups.items() for name, value in one.items()
-        ]
-        (about / "entry_points.txt").write_text("\n".join(lines))
+        points = [(group, *point) for group, points in groups.items() for point in points.items()]
+        text = "\n".join(f"[{group}]\n{name} = {value}" for group, name, value in points)
+        (about / "entry_points.txt").write_text(text)
         monkeypatch.syspath_prepend(str(tmp_path / "beside"))
         own_code._entry_points.cache_clear()
 
@@ -409,7 +402,6 @@ def test_a_store_that_is_none_is_refused(example: Example, tmp_path: Path, code:
 # --- the files of docs/tutorials, written and used as their reader does, up to the preflight
 
 
-ROOT = Path(__file__).parents[3]
 BLOCK = re.compile(r"^```(?:python|toml)\n# (\w+\.\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 """Name and content of a file."""
 COMMAND = re.compile(r"^(distill run \w+\.toml.*)$", re.MULTILINE)

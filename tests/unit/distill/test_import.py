@@ -6,7 +6,6 @@ drops, and beside each what a restart by that release found.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tarfile
 from contextlib import closing
@@ -18,6 +17,7 @@ from audited import check
 from in_memory import MemoryPrompts, MemoryTrainer
 from random_history import KINDS, opened
 from recorded import rows_of
+from started import to_the_end
 
 from distill.prompts.stream import PromptStream
 from distill.record.audit import audit
@@ -51,10 +51,7 @@ def on_record(run: Path, rules: str) -> dict[str, Any]:
         state = load(store.connection, KINDS[rules], store.read)
         for location in state.where.values():
             store.read(location)
-    batches = {
-        str(version): [batch.ids, batch.ages, batch.weights, batch.trained]
-        for version, batch in sorted(state.batches.items())
-    }
+    batches = {str(v): [b.ids, b.ages, b.weights, b.trained] for v, b in sorted(state.batches.items())}
     return {
         "cursor": [*state.cursor],
         "counters": vars(state.counters),
@@ -104,22 +101,14 @@ async def test_a_controller_goes_on_with_an_imported_run_and_its_audit_is_clean(
     checkpoint, reached = told.state.checkpoints[-1], told.state.reached
     assert reached is not None
     before = rows_of(run, TRAINED)
-    goes_on = controller(
-        config(
-            run={"name": "r", "steps": reached.step + 4},
-            rollout={"batch": rules.batch},
-            buffer={"max_staleness": rules.bound.limit, **late},
-        ),
-        store=Store(run, "never"),
-        prompts=prompts,
-    )
+    sections = {"run": {"name": "r", "steps": reached.step + 4}, "rollout": {"batch": rules.batch}}
+    settings = config(buffer={"max_staleness": rules.bound.limit, **late}, **sections)
+    goes_on = controller(settings, store=Store(run, "never"), prompts=prompts)
     assert prompts.cursor == told.cursor
     assert [*goes_on.record.state.pending] == [*told.state.pending]
     assert [*goes_on.record.state.buffer] == [*told.state.buffer]
     trainer = MemoryTrainer(goes_on.session, checkpoint=checkpoint, checkpoint_every=2)
-    running = asyncio.create_task(goes_on.run())
-    await asyncio.wait_for(trainer.run(), 600)
-    summary = await asyncio.wait_for(running, 60)
+    summary = await to_the_end(goes_on, trainer)
     assert (summary["steps"], summary["completed"]) == (reached.step + 4, True)
     (lineage,) = trainer.ledger
     assert lineage == len(told.state.lineages)
@@ -131,14 +120,10 @@ async def test_a_controller_goes_on_with_an_imported_run_and_its_audit_is_clean(
     assert report.prompts == summary["rollout"]["issued"] > told.state.counters.issued
 
 
-def last(run: Path) -> Path:
-    return max((run / JOURNAL).glob("journal-*.log"))
-
-
 async def test_what_a_crash_tore_is_left_out_and_damage_is_named(folder: Path) -> None:
     run = folder / "plain11"
     expected = json.loads((run / "state.json").read_bytes())
-    with last(run).open("ab") as file:
+    with max((run / JOURNAL).glob("journal-*.log")).open("ab") as file:
         file.write(b"DJ\x50\0\0\0\1")
     await import_journal(run, KINDS["plain"], expected.pop("keep"))
     assert on_record(run, "plain") == expected

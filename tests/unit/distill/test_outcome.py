@@ -14,18 +14,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from blake3 import blake3
+from command import left
 from rich.console import Console
 from small_config import make_config
+from small_record import checkpoint
 
 from distill.aio import in_daemon
-from distill.cli.main import main
 from distill.cli.options import guarded
 from distill.launch import run as launched
 from distill.launch.run import STOP_SIGNALS, _Launcher
 from distill.metrics.results import Earlier, earlier_starts
 from distill.preflight_checks.checks import Checked
 from sync.base.errors import Interrupted
+from sync.wire import Version
 
 
 def stoppable(over: bool = False) -> Any:
@@ -65,9 +66,7 @@ async def test_a_first_signal_asks_the_trainer_to_stop_and_a_second_one_cancels(
         await asyncio.create_task(signalled(stoppable(), number, number))
 
 
-async def test_a_signal_after_the_run_stops_nothing_until_a_second_one(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_signal_after_the_run_stops_nothing_until_a_second_one(caplog) -> None:
     launcher = stoppable(over=True)
     await signalled(launcher, signal.SIGTERM)
     assert (launcher.stopped_by, launcher.asked) == ("", [])
@@ -102,9 +101,7 @@ async def test_what_work_in_a_daemon_raises_is_raised() -> None:
         await in_daemon(fail)
 
 
-async def test_a_run_whose_wandb_hangs_has_its_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_whose_wandb_hangs_has_its_figures(tmp_path, monkeypatch) -> None:
     config = make_config(run={"name": "r", "steps": 1, "folder": tmp_path}, cluster={"type": "external"})
     closing, over = threading.Event(), threading.Event()
 
@@ -164,28 +161,24 @@ def test_a_card_or_page_that_cannot_be_written_is_said_and_no_more(tmp_path: Pat
     assert len(said) == 3, "a run that was stopped has no model to describe"
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as leaving:
-        main([*words])
-    error = capsys.readouterr().err
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
+    status, error = left(*words), capsys.readouterr().err
     assert "Traceback" not in error
-    return int(leaving.value.code or 0), error
+    return status, error
 
 
 @pytest.mark.parametrize("name", ["", "."])
-def test_figures_are_asked_for_in_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_figures_are_asked_for_in_a_file(tmp_path, capsys, name: str) -> None:
     status, error = refused(capsys, "audit", str(tmp_path), "--json", name)
     assert status == 2
     assert "--json '.' is a folder: name a file" in error
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = {"step": 1, "time": 2.0, "train/loss": 0.5}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(lines) + "\n")
-    span = {"role": "trainer", "what": "train", "start": 1.0, "end": 2.0}
-    (tmp_path / "timeline.jsonl").write_text(json.dumps(span) + "\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 2.0, "train/loss": 0.5}\n')
+    (tmp_path / "timeline.jsonl").write_text(
+        '{"role": "trainer", "what": "train", "start": 1.0, "end": 2.0}\n'
+    )
     (tmp_path / "trace.json").mkdir()
     status, error = refused(capsys, "trace", str(tmp_path))
     assert (status, error) == (1, f"distill: {tmp_path / 'trace.json'}: Is a directory\n")
@@ -195,43 +188,25 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.C
     ("reached", "said"),
     [
         (4, "L000-v00000004 is saved: go on with --resume"),
-        (
-            5,
-            "L000-v00000004 is saved, step 5 of the trainer, which outlasted run.grace_seconds",
-        ),
-        (
-            7,
-            "L000-v00000004 is saved, steps 5 to 7 of the trainer, which outlasted run.grace_seconds",
-        ),
+        (5, "L000-v00000004 is saved, step 5 of the trainer, which outlasted run.grace_seconds"),
+        (7, "L000-v00000004 is saved, steps 5 to 7 of the trainer, which outlasted run.grace_seconds"),
     ],
 )
-def test_a_run_that_is_stopped_says_which_checkpoint_is_saved(
-    tmp_path: Path, reached: int, said: str
-) -> None:
+def test_a_run_that_is_stopped_says_which_checkpoint_is_saved(tmp_path, reached: int, said: str) -> None:
     config = make_config(run={"folder": str(tmp_path)})
-    path = config.run_dir / "checkpoints" / "L000-v00000004"
-    path.mkdir(parents=True)
-    (path / "weights").write_bytes(b"whole")
-    files = {"weights": {"size": 5, "blake3": blake3(b"whole").hexdigest()}}
-    index = {"version": path.name, "world_size": 1, "fingerprint": "model", "files": files}
-    (path / "checkpoint.json").write_text(json.dumps(index))
-    (path.parent / "latest").write_text(f"{path.name}\n")
+    checkpoint(config.run_dir, Version(0, 4))
     with pytest.raises(Interrupted, match=f"stopped by SIGINT at step {reached}; .*{said}"):
         launched.check_end(config, {"error": "", "steps": reached, "problems": []}, "SIGINT")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_before_anything_listens_to_it_is_named(
-    number: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_before_anything_listens_to_it_is_named(number: int, capsys) -> None:
     assert guarded(lambda: signal.raise_signal(number)) == 128 + number
     assert f"distill: stopped by {signal.Signals(number).name}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])
-def test_figures_that_were_altered_stop_no_resume(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_figures_that_were_altered_stop_no_resume(name: str, tmp_path, caplog) -> None:
     line = {"step": 1, "time": 2.0, "lineage": 0, "perf/run_seconds": 7.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     assert earlier_starts(tmp_path) == ({"run_seconds": 7.0}, 7.0)

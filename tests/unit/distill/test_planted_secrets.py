@@ -100,20 +100,14 @@ def test_no_file_of_a_run_and_no_command_line_shows_a_secret_and_every_role_has_
         plan = roles.plan_servers(config, "the run's token", ports)
         trainer = roles.trainer_child(config, "http://me:pl4nted-10@127.0.0.1:9", None)
     written = files(config.run_dir)
-    assert {path.name for path in written} >= {
-        "config.json",
-        "trainer.json",
-        "evaluator.json",
-        "student-0.json",
-    }
+    names = {path.name for path in written}
+    assert names >= {"config.json", "trainer.json", "evaluator.json", "student-0.json"}
     assert {path: shown(content) for path, content in written.items() if shown(content)} == {}
     private = [path for path in written if path.suffix == ".json"]
     assert {path.stat().st_mode & 0o777 for path in private} == {0o600}
 
     children = {child.name: child for child in [*plan.children, trainer]}
-    assert {name: shown(" ".join(child.argv)) for name, child in children.items()} == {
-        name: [] for name in children
-    }
+    assert not [name for name, child in children.items() if shown(" ".join(child.argv))]
 
     def given(name: str, kind: Any, file: str) -> Any:
         monkeypatch.setenv(secrets.VARIABLE, children[name].env[secrets.VARIABLE])
@@ -125,9 +119,8 @@ def test_no_file_of_a_run_and_no_command_line_shows_a_secret_and_every_role_has_
     served = config.teachers["served"].model_copy(update=scores)
     assert given("teacher-served", TeacherConfig, "teacher-served.json") == served
     evaluator = given("evaluator", RunConfig, "evaluator.json")
-    assert {name: section.urls for name, section in evaluator.teachers.items()} == {
-        name: plan.where[f"teachers.{name}"] for name in config.teachers
-    }
+    urls = {f"teachers.{name}": section.urls for name, section in evaluator.teachers.items()}
+    assert urls == {key: plan.where[key] for key in urls} != {}
     assert evaluator.model_copy(update={"teachers": config.teachers}) == config
     monkeypatch.setenv(REPLICA_VARIABLE, children["student-0"].env[REPLICA_VARIABLE])
     assert ReplicaConfig.from_environment().store == config.weights.store
@@ -144,9 +137,8 @@ def test_the_record_of_a_run_is_read_back_and_its_store_looks_for_its_secrets_el
     kept = load_run_dir(config.run_dir)
     assert (kept.run, kept.rollout) == (config.run, config.rollout)
     asked: list[dict[str, str]] = []
-    monkeypatch.setattr(
-        "sync.weights.stores.object_store.ObjectStore", lambda url, options: asked.append(options)
-    )
+    store = "sync.weights.stores.object_store.ObjectStore"
+    monkeypatch.setattr(store, lambda url, options: asked.append(options))
     open_store(kept.weights.store, config.run_dir)
     assert [sorted(options) for options in asked] == [["endpoint"]]
     with RunFolder.open(config, resume=True) as folder:
@@ -168,9 +160,11 @@ def test_a_role_of_a_run_folder_inherits_variables_that_are_hidden_there(config:
 
 def own_objective(config: RunConfig) -> RunConfig:
     """With a function of the user's that was given a secret, as a run's folder has it."""
-    return config.model_copy(
-        update={"objective": Own(type="own", name="m:f", options={"api_key": secrets.HIDDEN})}
-    )
+    return config.with_(objective=Own(type="own", name="m:f", options={"api_key": secrets.HIDDEN}))
+
+
+def evaluator(config: RunConfig) -> Any:
+    return single_role.serving(config, "evaluation.placement", controller=lambda: "")
 
 
 def test_only_variables_of_roles_are_left_out_where_they_are_hidden() -> None:
@@ -192,16 +186,10 @@ def test_only_variables_of_roles_are_left_out_where_they_are_hidden() -> None:
     ("serve", "key"),
     [
         (lambda config: single_role.serving(config, "teachers.served"), "teachers.served.engine_url"),
-        (lambda config: single_role.prepare_train(config), "trainer.overrides.comet.api_key"),
+        (single_role.prepare_train, "trainer.overrides.comet.api_key"),
         (lambda config: single_role.prepare_train(own_objective(config)), "objective.options.api_key"),
-        (
-            lambda config: single_role.serving(config, "evaluation.placement", controller=lambda: ""),
-            "teachers.there.urls.0",
-        ),
-        (
-            lambda config: single_role.serving(config, "evaluation.placement", controller=lambda: ""),
-            "prompts.options.nested.api_token",
-        ),
+        (evaluator, "teachers.there.urls.0"),
+        (evaluator, "prompts.options.nested.api_token"),
     ],
 )
 def test_a_role_that_needs_a_value_which_a_run_folder_hides_is_refused(
@@ -219,9 +207,7 @@ def recorded(written: dict[Path, bytes]) -> bool:
     return any(path.suffix == ".wandb" and b"max_tokens" in content for path, content in written.items())
 
 
-def test_wandb_keeps_no_secret_of_the_configuration_or_the_command_line(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_keeps_no_secret_of_the_configuration_or_the_command_line(config, monkeypatch) -> None:
     monkeypatch.setattr(secrets, "setproctitle", lambda title: None)
     said = f"weights.store.options.secret_access_key={PLANTED[11]}"
     monkeypatch.setattr(sys, "argv", ["distill", "run", "x.toml", "--set", said])
@@ -266,9 +252,7 @@ def test_arguments_that_would_show_a_secret_are_refused_without_showing_it(
         f"controller.url='ftp://me:{PLANTED[0]}@host'",
     ],
 )
-def test_messages_about_values_that_cannot_be_used_hide_them(
-    config: RunConfig, tmp_path: Path, override: str
-) -> None:
+def test_messages_about_values_that_cannot_be_used_hide_them(config, tmp_path, override: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path / "x.toml", [override])
     assert shown(str(caught.value)) == []

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from in_memory import MemoryReplica
+from msgspec.structs import replace
 from small_config import make_config
 
 from distill.config import RunConfig
@@ -24,26 +25,11 @@ from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, open_prompts
 from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
 from student_trainer.objectives.config import TopK
+from sync import wire
 from sync.base import tokenizers
 from sync.base.errors import ConfigError
 from sync.base.tokenizers import load_tokenizer
-from sync.wire import (
-    Array,
-    EnvironmentInfo,
-    EpisodeOver,
-    Generated,
-    Head,
-    ProbeReply,
-    ProbeRequest,
-    Scored,
-    ScoreRefused,
-    ScoreSequence,
-    TeacherInfo,
-    Turn,
-    Want,
-    pack,
-    unpack,
-)
+from sync.wire import Array, ScoreSequence, pack, unpack
 from teacher_service.client import Reply
 from teacher_service.engines import build
 from teacher_service.engines.base import Engine, Item, ScoreOptions
@@ -93,28 +79,26 @@ class Teacher:
 
     name, pause = "t", 0.0
 
-    async def info(self, timeout: float | None = None) -> TeacherInfo:
-        import msgspec
-
-        return msgspec.structs.replace(self.engine_info, **self._told)
+    async def info(self, timeout: float | None = None) -> wire.TeacherInfo:
+        return replace(self.engine_info, **self._told)
 
     first_info = info
 
-    async def head(self) -> Head:
+    async def head(self) -> wire.Head:
         head = self.engine.head()
         assert head is not None
         return head
 
     async def score(
-        self, sequences: list[ScoreSequence], want: Want, limit: float
-    ) -> Reply[Scored | ScoreRefused]:
+        self, sequences: list[ScoreSequence], want: wire.Want, limit: float
+    ) -> Reply[wire.Scored]:
         self.scored += len(sequences)
         items = [Item(unpack(one.token_ids), one.start) for one in sequences]
         flat = self.engine.score(items, ScoreOptions(hidden=want.hidden))
         ends = np.cumsum([item.positions for item in items])[:-1]
         hidden = [None] * len(items) if flat.hidden_CH is None else map(pack, np.split(flat.hidden_CH, ends))
         parts = zip(sequences, np.split(flat.logprob_C, ends), hidden, strict=True)
-        return Reply([Scored(one.id, pack(part), hidden=states) for one, part, states in parts], "here")
+        return Reply([wire.Scored(one.id, pack(part), hidden=states) for one, part, states in parts], "here")
 
 
 class Evaluator:
@@ -123,7 +107,7 @@ class Evaluator:
     def __init__(self, config: RunConfig, **teachers: Any) -> None:
         self._config, self._teachers = config, teachers
 
-    async def probe(self, request: ProbeRequest, timeout: float) -> ProbeReply:
+    async def probe(self, request: wire.ProbeRequest, timeout: float) -> wire.ProbeReply:
         return await probe(self._config, self._teachers, request)
 
 
@@ -137,11 +121,12 @@ def split_of(config: RunConfig) -> PromptSplit:
     return open_prompts(config, load_tokenizer(config.student), 64)
 
 
-async def findings(config: RunConfig, engines: live.Engines) -> list[Finding]:
+async def findings(config: RunConfig, teacher: Teacher, evaluator: Any = None, **more: Any) -> list[Finding]:
     """What is said; every failure is in the error that it ends with."""
     said: list[Finding] = []
     error = ""
     try:
+        engines = live.Engines({"t": teacher}, evaluator, **more)
         await live.check_engines(config, split_of(config), engines, said.append)
     except ConfigError as raised:
         error = str(raised)
@@ -164,17 +149,17 @@ class Game:
         self._fingerprint = fingerprint or tokenizers.fingerprint(tokenizer)
         self.begun: list[str] = []
 
-    async def info(self, timeout: float) -> EnvironmentInfo:
+    async def info(self, timeout: float) -> wire.EnvironmentInfo:
         fields = {"name": "e", "environment": "a:b", "tokenizer_fingerprint": self._fingerprint}
-        return EnvironmentInfo(tasks=self._tasks, **fields)
+        return wire.EnvironmentInfo(tasks=self._tasks, **fields)
 
-    async def begin(self, id: str, task: int) -> Turn:
+    async def begin(self, id: str, task: int) -> wire.Turn:
         self.begun.append(id)
         ids = self._tokenizer("abcdefgh"[: 2 + task % 6] + ">", add_special_tokens=False)["input_ids"]
-        return Turn(id=id, turn=0, token_ids=pack(np.array(ids, "i4")), keep=0)
+        return wire.Turn(id=id, turn=0, token_ids=pack(np.array(ids, "i4")), keep=0)
 
-    async def proceed(self, id: str, turn: int, answer: Array, reason: str) -> EpisodeOver:
-        return EpisodeOver(id=id, reward=1.0)
+    async def proceed(self, id: str, turn: int, answer: Array, reason: str) -> wire.EpisodeOver:
+        return wire.EpisodeOver(id=id, reward=1.0)
 
     async def end(self, ids: list[str]) -> None:
         self.begun = [id for id in self.begun if id not in ids]
@@ -185,8 +170,7 @@ async def test_first_prompts_of_an_environment_are_what_is_probed(models: Path) 
     sections = {"prompts": prompts, "environments": {"e": {"environment": "a:b", "max_tokens": 40}}}
     config = configure(models, **sections)
     game = Game(load_tokenizer(config.student))
-    engines = live.Engines({"t": Teacher(config)}, Evaluator(config), environments={"e": game})
-    said = await findings(config, engines)
+    said = await findings(config, Teacher(config), Evaluator(config), environments={"e": game})
     assert failed(said) == []
     assert [one.check for one in said][:4] == [
         "environment e: same tokenizer", "environment e: tasks", "environment e: first prompts", "length",
@@ -194,14 +178,14 @@ async def test_first_prompts_of_an_environment_are_what_is_probed(models: Path) 
     assert "have up to 28 + 12" in said[3].figure, "an episode is at most 40 tokens long"
     assert not game.begun, "what was begun is ended"
     other = Game(load_tokenizer(config.student), tasks=9, fingerprint="0" * 96)
-    said = await findings(config, live.Engines({"t": Teacher(config)}, None, environments={"e": other}))
+    said = await findings(config, Teacher(config), environments={"e": other})
     assert failed(said) == ["environment e: same tokenizer", "environment e: tasks"]
     assert len(said) == 2, "nothing else can be checked"
 
 
 async def test_sound_engines_pass_every_check(models: Path) -> None:
     config = configure(models)
-    said = await findings(config, live.Engines({"t": Teacher(config)}, Evaluator(config)))
+    said = await findings(config, Teacher(config), Evaluator(config))
     assert failed(said) == []
     assert [one.check.removeprefix("teacher t: ") for one in said] == [
         "length", "same tokenizer", "same chat template", "capabilities", "length", "scores repeat",
@@ -213,7 +197,7 @@ async def test_sound_engines_pass_every_check(models: Path) -> None:
 async def test_another_vocabulary_is_reported_before_any_score_is_requested(models: Path) -> None:
     config = configure(models)
     stranger = Teacher(config, tokenizer_fingerprint="0" * 96)
-    said = await findings(config, live.Engines({"t": stranger}, Evaluator(config)))
+    said = await findings(config, stranger, Evaluator(config))
     assert failed(said) == ["teacher t: same tokenizer"]
     assert stranger.scored == 0
 
@@ -221,7 +205,7 @@ async def test_another_vocabulary_is_reported_before_any_score_is_requested(mode
 async def test_a_teacher_that_serves_other_weights_than_configured_is_caught(models: Path) -> None:
     config = configure(models)
     other = configure(models, teachers={"t": {"path": str(models / "other"), "dtype": "float32"}})
-    said = await findings(config, live.Engines({"t": Teacher(other)}, Evaluator(config)))
+    said = await findings(config, Teacher(other), Evaluator(config))
     assert failed(said) == ["teacher t: equals a plain forward pass"]
 
 
@@ -235,7 +219,7 @@ async def test_a_teacher_too_large_to_load_is_not_shown_to_be_right_and_its_grad
     teacher = Teacher(other) if hidden else Teacher(other, can=["topk"])
     if not hidden:
         config = config.model_copy(update={"objective": TopK(type="topk", k=4)})
-    said = await findings(config, live.Engines({"t": teacher}, Evaluator(config, t=teacher)))
+    said = await findings(config, teacher, Evaluator(config, t=teacher))
     assert failed(said) == []
     shown = {one.check.removeprefix("teacher t: "): one for one in said}
     plain = shown["equals a plain forward pass"]
@@ -246,14 +230,14 @@ async def test_a_teacher_too_large_to_load_is_not_shown_to_be_right_and_its_grad
 
 async def test_a_teacher_that_is_the_student_teaches_nothing(models: Path) -> None:
     config = configure(models, teachers={"t": {"path": str(models / "student"), "dtype": "float32"}})
-    said = await findings(config, live.Engines({"t": Teacher(config)}, Evaluator(config)))
+    said = await findings(config, Teacher(config), Evaluator(config))
     assert failed(said) == ["teacher t: the gradient depends on the teacher"]
     follower = {"path": str(models / "student"), "dtype": "float32", "follow_student_every": 2}
     follows = configure(models, teachers={"t": follower}, objective={"type": "topk", "k": 4})
-    said = await findings(follows, live.Engines({"t": Teacher(config)}, Evaluator(follows)))
+    said = await findings(follows, Teacher(config), Evaluator(follows))
     assert failed(said) == []  # it will come to differ
     rewarded = configure(models, teachers={"t": config.teachers["t"].model_dump()}, objective=REWARDED)
-    said = await findings(rewarded, live.Engines({"t": Teacher(config)}, Evaluator(rewarded)))
+    said = await findings(rewarded, Teacher(config), Evaluator(rewarded))
     assert failed(said) == []  # it keeps the student near its start
 
 
@@ -272,45 +256,44 @@ def test_a_teacher_that_is_the_student_and_masked_tokens_are_refused(models: Pat
 
 async def test_what_the_objective_needs_and_the_teacher_lacks_is_said(models: Path) -> None:
     config = configure(models)
-    said = await findings(config, live.Engines({"t": Teacher(config, can=["topk"])}, None))
+    said = await findings(config, Teacher(config, can=["topk"]))
     assert failed(said) == ["teacher t: capabilities"]
     assert 'objective "full" needs hidden' in said[-2].line
 
 
 async def test_more_ids_than_the_teacher_chooses_are_said(models: Path) -> None:
     config = configure(models, objective={"type": "topk", "k": 5}, evaluation=None)
-    said = await findings(config, live.Engines({"t": Teacher(config, max_topk=4)}, None))
+    said = await findings(config, Teacher(config, max_topk=4))
     assert failed(said) == ["teacher t: capabilities"]
     assert "objective.k is 5, and it gives at most 4 ids per position: set objective.k = 4" in said[-2].line
-    assert failed(await findings(config, live.Engines({"t": Teacher(config, max_topk=5)}, None))) == []
+    assert failed(await findings(config, Teacher(config, max_topk=5))) == []
 
 
 async def test_a_teacher_that_is_to_write_and_cannot_is_said(models: Path) -> None:
     config = configure(models, objective={"type": "topk", "k": 4, "on_policy": 0.5}, evaluation=None)
-    said = await findings(config, live.Engines({"t": Teacher(config, can=["topk"])}, None))
+    said = await findings(config, Teacher(config, can=["topk"]))
     assert failed(said) == ["teacher t: capabilities"]
     assert 'objective "topk" needs generate' in said[-2].line
-    said = await findings(config, live.Engines({"t": Teacher(config, can=["topk", "generate"])}, None))
+    said = await findings(config, Teacher(config, can=["topk", "generate"]))
     assert failed(said) == []  # entropy is missing, and is only measured
 
 
 async def test_a_teacher_that_cannot_be_at_the_rollouts_temperature_is_said(models: Path) -> None:
-    config = configure(models, objective={"type": "full", "teacher_temperature": "rollout"})
-    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 0.5})})
+    objective = {"type": "full", "teacher_temperature": "rollout"}
+    config = configure(models, objective=objective).with_(rollout={"temperature": 0.5})
     teacher = Teacher(config)
-    said = await findings(config, live.Engines({"t": teacher}, Evaluator(config)))
+    said = await findings(config, teacher, Evaluator(config))
     assert failed(said) == []
     can = [score_hidden for score_hidden in teacher.engine_info.can if score_hidden != "temperature"]
-    said = await findings(config, live.Engines({"t": Teacher(config, can=can)}, None))
+    said = await findings(config, Teacher(config, can=can))
     assert failed(said) == ["teacher t: capabilities"]
     assert 'objective "full" needs temperature' in said[-2].line
 
 
 async def test_a_context_that_is_too_short_is_caught_on_either_side(models: Path) -> None:
-    config = configure(
-        models, student={"path": str(models / "student"), "engine_args": {"max_model_len": 20}}
-    )
-    said = await findings(config, live.Engines({"t": Teacher(config, max_length=21)}, None))
+    student = {"path": str(models / "student"), "engine_args": {"max_model_len": 20}}
+    config = configure(models, student=student)
+    said = await findings(config, Teacher(config, max_length=21))
     assert failed(said) == ["length", "teacher t: length"]
 
 
@@ -329,21 +312,16 @@ async def test_rollouts_are_compared_with_a_plain_forward_pass(models: Path) -> 
                 ids = unpack(one.token_ids) % 29
                 joined = np.append(np.asarray(prompt.token_ids, "i4"), ids).astype("i4")
                 written = ScoreSequence(one.id, pack(joined), len(prompt.token_ids))
-                (logp,) = (await bench.probe(ProbeRequest(student=[written], teachers={}), 1.0)).student
-                yield _spoken(one, pack(ids.astype("i4")), pack(unpack(logp) - np.float32(self.off)))
+                (logp,) = (await bench.probe(wire.ProbeRequest(student=[written], teachers={}), 1.0)).student
+                logprob = pack(unpack(logp) - np.float32(self.off))
+                yield replace(one, token_ids=pack(ids.astype("i4")), logprob=logprob)
 
     class Hot(Honest):
         off = 0.5
 
     for replica, wrong in ((Honest(), []), (Hot(), ["rollout engine agrees"])):
-        said = await findings(config, live.Engines({"t": Teacher(config)}, bench, {"r": replica}))
+        said = await findings(config, Teacher(config), bench, replicas={"r": replica})
         assert failed(said) == wrong
-
-
-def _spoken(answer: Generated, ids: Array, logprob: Array) -> Generated:
-    import msgspec
-
-    return msgspec.structs.replace(answer, token_ids=ids, logprob=logprob)
 
 
 def test_the_first_step_is_judged_by_its_fresh_tokens(config: Callable[..., RunConfig]) -> None:
@@ -371,9 +349,7 @@ def test_a_task_term_needs_prompts_that_have_a_reward(tmp_path: Path, models: Pa
     assert preflight.check(configure(models, prompts=judged, **sections)).split.rewards is not None
 
 
-def test_every_data_source_needs_a_teacher_and_every_teacher_a_data_source(
-    tmp_path: Path, models: Path
-) -> None:
+def test_every_data_source_needs_a_teacher_and_every_teacher_a_data_source(tmp_path, models: Path) -> None:
     prompts = jsonl(tmp_path, '{"prompt": "abc>", "from": "math"}\n' * 40, source_field="from")
     teachers = {"t": {"path": str(models / "teacher"), "route": ["math"]}}
     config = configure(models, teachers=teachers, prompts=prompts, evaluation=None)
@@ -430,9 +406,7 @@ async def test_servers_of_a_cluster_are_not_started_here() -> None:
 
 def test_ports_of_servers_that_start_elsewhere_may_be_taken_here(tmp_path: Path) -> None:
     run = {"name": "r", "steps": 1, "folder": tmp_path}
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
+    with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         student = {"path": "s", "port": port}
         check_machine(make_config(**CLUSTER, run=run, student=student))

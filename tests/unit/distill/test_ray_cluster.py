@@ -35,9 +35,7 @@ def test_a_variable_that_is_not_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("_ray_is_there")
-def test_a_client_names_variables_and_finds_their_values_in_its_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_client_names_variables_and_finds_their_values_in_its_environment(monkeypatch) -> None:
     given = {"OWN": "value 1", "HF_TOKEN": "value 2", "DISTILL_TOKEN_FILE": "value 3", "OTHER": "value 4"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)

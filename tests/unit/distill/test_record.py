@@ -52,9 +52,7 @@ async def same_as_its_rows(history: History) -> None:
 @pytest.mark.parametrize("rules", KINDS.values(), ids=KINDS)
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
-def test_after_every_event_the_cache_is_what_the_rows_say(
-    tmp_path_factory: pytest.TempPathFactory, rules: Rules, seed: int
-) -> None:
+def test_after_every_event_the_cache_is_what_the_rows_say(tmp_path_factory, rules: Rules, seed: int) -> None:
     lived(tmp_path_factory.mktemp("run"), seed, rules, 120, same_as_its_rows)
 
 
@@ -65,10 +63,8 @@ def test_a_restart_scans_nothing_that_grows_with_the_run(tmp_path: Path) -> None
     connection.set_trace_callback(asked.append)
     load(connection, PLAIN, store.read)
     connection.set_trace_callback(None)
-    plans = {
-        question: [line for *_, line in connection.execute(f"EXPLAIN QUERY PLAN {question}")]
-        for question in asked
-    }
+    explained = {question: connection.execute(f"EXPLAIN QUERY PLAN {question}") for question in asked}
+    plans = {question: [line for *_, line in rows] for question, rows in explained.items()}
     store.close()
     assert len(plans) > 10
     growing = re.compile(r"SCAN (rollout_row|batch|block)(?! USING (COVERING )?INDEX)")
@@ -78,9 +74,7 @@ def test_a_restart_scans_nothing_that_grows_with_the_run(tmp_path: Path) -> None
 @pytest.mark.parametrize("rules", KINDS.values(), ids=KINDS)
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
-def test_a_resume_goes_on_from_what_the_dry_run_says(
-    tmp_path_factory: pytest.TempPathFactory, rules: Rules, seed: int
-) -> None:
+def test_a_resume_goes_on_from_what_the_dry_run_says(tmp_path_factory, rules: Rules, seed: int) -> None:
     """`checkpoints/latest` names the newest checkpoint of the path, or what the run was rolled back to."""
     folder = tmp_path_factory.mktemp("run")
     history = lived(folder, seed, rules, 80, lambda _: asyncio.sleep(0))
@@ -119,11 +113,8 @@ def test_a_source_of_another_format_is_refused_whichever_it_is(tmp_path: Path) -
     (tmp_path / "stream-prompts.json").write_text('{"stream": "x", "starts": {}}')
     start = Start("r", 0, PLAIN, PromptStream(MemoryPrompts(), seed=0), kept)
     read = resume(tmp_path, start).formats
-    sources = {
-        "config.json": tmp_path / "config.json",
-        "stream-prompts.json": tmp_path / "stream-prompts.json",
-        "checkpoints/": newest / "checkpoint.json",
-    }
+    sources = {name: tmp_path / name for name in ("config.json", "stream-prompts.json")}
+    sources["checkpoints/"] = newest / "checkpoint.json"
     assert read.keys() == {*sources, "run.db and arrays/"}
     for source, path in sources.items():
         alter(path, format=read[source] + 1)

@@ -8,16 +8,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from in_memory import MemoryTrainer
 from random_history import opened
 
-from distill.config import RunConfig
-from distill.controller import Controller
 from distill.record.reader import ask
 from distill.record.store import RECORD, Store, open_read_only
 from sync.base.address import CONTROLLER_FILE, TOKEN_FILE
@@ -45,14 +43,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 async def told(folder: Path, code: str, *words: str) -> str:
     """What a process prints on standard output and error."""
-    line, pipe = (
-        [sys.executable, "-c", ELSEWHERE + code, str(folder.parent / "mounts"), *words],
-        subprocess.PIPE,
-    )
+    line = [sys.executable, "-c", ELSEWHERE + code, str(folder.parent / "mounts"), *words]
+    output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = await asyncio.create_subprocess_exec(
-        *line, stdout=pipe, stderr=subprocess.STDOUT, env=environment
-    )
+    process = await asyncio.create_subprocess_exec(*line, **output, env=environment)
     return (await process.communicate())[0].decode()
 
 
@@ -60,18 +54,12 @@ async def distill(folder: Path, command: str, *words: str) -> str:
     return await told(folder, "from distill.cli.main import main; main()", command, str(folder), *words)
 
 
-async def test_a_run_that_goes_on_gives_its_readers_copies(
-    folder: Path,
-    controller: Callable[..., Controller],
-    config: Callable[..., RunConfig],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_run_that_goes_on_gives_its_readers_copies(folder: Path, controller, config, caplog) -> None:
     run = controller(config(run={"steps": 100_000}), token="secret", store=Store(folder, "batch"))
     assert f"{folder} is on a network file system (nfs4 at {folder}): the record is locked" in caplog.text
     trainer = MemoryTrainer(run.session, ranks=2, step_seconds=0.01)
     tasks = [asyncio.create_task(run.run()), asyncio.create_task(trainer.run())]
-    while len(trainer.batches) < 3:
-        await trainer.stepped.wait()
+    await trainer.reached(3)
     answer = await distill(folder, "sql", COUNT)
     assert re.search(r"locked by the run's controller, and no copy .*with controller\.url", answer, re.DOTALL)
     (folder / CONTROLLER_FILE).write_text(json.dumps({"url": run.url}))

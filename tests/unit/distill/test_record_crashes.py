@@ -371,9 +371,7 @@ class FullDisk:
         return count
 
 
-async def test_a_full_disk_of_arrays_pauses_and_nothing_is_torn(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_full_disk_of_arrays_pauses_and_nothing_is_torn(tmp_path, caplog) -> None:
     disk = FullDisk(150)
     record = opened(tmp_path, store=Store(tmp_path, "batch", retry_seconds=0.005, write=disk))
     record.issue(3)

@@ -32,9 +32,7 @@ Make = Callable[..., None]
 def make(tmp_path: Path) -> Make:
     """Writes a folder with config and tokenizer, without weights."""
 
-    def write(
-        name: str, special: dict[str, Any], rows: int = 16, more: tuple[str, ...] = (), **kept: Any
-    ) -> None:
+    def write(name: str, special: dict[str, Any], rows: int = 16, more: tuple = (), **kept: Any) -> None:
         core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="A"))
         core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         core.add_special_tokens(VOCABULARY[:3])
@@ -107,9 +105,8 @@ def test_templates_are_compared_with_the_variables_of_the_prompts(
 ) -> None:
     make("student", INSTRUCT)
     make("teacher", {**INSTRUCT, "chat_template": CHATML + "{% if brief %}A{% endif %}"})
-    config = configured(tmp_path, teacher="teacher")
     rows = JsonlPrompts(path=tmp_path / "rows.jsonl", type="jsonl", chat_template_kwargs=variables)
-    config = config.model_copy(update={"prompts": rows})
+    config = configured(tmp_path, teacher="teacher").with_(prompts=rows)
     if not variables:
         assert any("render conversations alike" in line for line in resolve(config, {"teacher": True})[2])
         return

@@ -101,11 +101,9 @@ def replaced(config: RunConfig, models: Path, folder: Path) -> RunConfig:
 def test_a_shipped_configuration_passes_the_preflight(path: Path, models: Path, tmp_path: Path) -> None:
     given = load(path)
     if path.stem in ("user_run", "small_model", "rewards"):  # for CPUs: changed as user_run.toml says
-        args = {"gpu-memory-utilization": 0.4}
-        student = given.student.model_copy(update={"engine_args": args})
-        trainer = given.trainer.model_copy(update={"deepspeed": ROOT / "configs/deepspeed/zero3_gpu.json"})
-        run = given.run.model_copy(update={"share_gpus": True})
-        given = given.model_copy(update={"student": student, "trainer": trainer, "run": run})
+        student = given.student.model_copy(update={"engine_args": {"gpu-memory-utilization": 0.4}})
+        trainer = {"deepspeed": ROOT / "configs/deepspeed/zero3_gpu.json"}
+        given = given.with_(student=student, trainer=trainer, run={"share_gpus": True})
     own = replaced(given, models, tmp_path)
     config, split, lines, _ = checks.check(own, placement.placed(own)[0])
     check_machine(config)
@@ -126,21 +124,18 @@ def test_the_stand_ins_are_of_the_size_that_they_stand_for(models: Path) -> None
 
 
 @pytest.mark.usefixtures("node")
-def test_teachers_with_another_template_are_refused_without_a_common_one(
-    models: Path, tmp_path: Path
-) -> None:
+def test_teachers_with_another_template_are_refused_without_a_common_one(models: Path, tmp_path) -> None:
     config = replaced(load(ROOT / "configs/recipes/several_teachers.toml"), models, tmp_path)
     coder = next(name for name, teacher in config.teachers.items() if "Coder" in teacher.path)
     teachers = {n: t.model_copy(update={"chat_template": None}) for n, t in config.teachers.items()}
-    student = config.student.model_copy(update={"chat_template": None})
-    plain = config.model_copy(update={"student": student, "teachers": teachers})
+    plain = config.with_(student={"chat_template": None}, teachers=teachers)
     lines = checks.check(plain)[2]
     alike = "chat templates differ in text and render conversations alike: the student's is used"
     assert [line for line in lines if alike in line], "they differ where enable_thinking is false"
     (tmp_path / "other.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
-    other = teachers[coder].model_copy(update={"chat_template": str(tmp_path / "other.jinja")})
+    other = {coder: {"chat_template": str(tmp_path / "other.jinja")}}
     with pytest.raises(DataError, match=r"Coder.* have different chat templates"):
-        checks.check(plain.model_copy(update={"teachers": teachers | {coder: other}}))
+        checks.check(plain.with_(teachers=other))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -153,9 +148,7 @@ def test_a_recipe_opens_with_the_memory_and_the_bottleneck_of_its_plan(
     comment = " ".join(opening.replace("#", " ").split())
     (device,) = re.findall(rf"Computed by `distill plan {path.relative_to(ROOT)} --device (\w+)`", comment)
     given = load(path)
-    config = replaced(given, models, tmp_path).model_copy(
-        update={"prompts": given.prompts}
-    )  # no rows are here
+    config = replaced(given, models, tmp_path).with_(prompts=given.prompts)  # no rows are here
     found = distill.plan(config, device=device)
     assert found.refusal is None
     assert "not measured" in comment

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import psutil
 import pytest
 from ports import free_port
 from small_config import make_config
+from waiting import until
 
 from distill.config import RunConfig
 from distill.config.cluster import SlurmCluster
@@ -81,13 +81,6 @@ def calls(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 # --- steps --------------------------------------------------------------------------------------------------
 
 
@@ -103,9 +96,8 @@ def srun_of(line: list[str]) -> list[str]:
 def test_a_role_with_gpus_has_them_and_its_share_of_the_cpus_alone(slurm) -> None:
     engine = Slurm(FOUR, JOB)
     node = engine.nodes()[2]
-    line = engine.client(
-        Process("student-0", 2), [node], ["distill", "student"], {"DISTILL_HIDDEN": "s3cret"}
-    )
+    hidden = {"DISTILL_HIDDEN": "s3cret"}
+    line = engine.client(Process("student-0", 2), [node], ["distill", "student"], hidden)
     assert line[-2:] == ["distill", "student"]
     assert srun_of(line) == [
         *("srun", "--job-name=student-0", "--nodelist=gpu3", "--nodes=1", "--ntasks=1"),
@@ -129,9 +121,8 @@ def test_a_role_without_gpus_shares_the_cpus_and_sees_no_gpu(slurm) -> None:
 def test_a_trainer_on_several_machines_is_one_step(slurm) -> None:
     engine = Slurm(FOUR, JOB)
     words = srun_of(engine.client(Process("trainer", 8, 2), engine.nodes()[1:3], ["x"], {}))
-    assert {"--nodelist=gpu2,gpu3", "--nodes=2", "--ntasks=2", "--gres=gpu:8", "--cpus-per-task=64"} <= {
-        *words
-    }
+    of_both = {"--nodelist=gpu2,gpu3", "--nodes=2", "--ntasks=2", "--gres=gpu:8", "--cpus-per-task=64"}
+    assert of_both <= {*words}
 
 
 def test_the_machine_of_the_controller_comes_first(slurm) -> None:
@@ -145,20 +136,18 @@ def test_cpus_are_read_as_slurm_writes_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "words"),
+    ("nodes", "environment", "words"),
     [
-        ({}, "in no Slurm job"),
-        ({**JOB, "SLURM_GPUS_ON_NODE": "4"}, "cluster.gpus_per_node = 8, and the job has 4"),
+        (4, {}, "in no Slurm job"),
+        (4, {**JOB, "SLURM_GPUS_ON_NODE": "4"}, "cluster.gpus_per_node = 8, and the job has 4"),
+        (5, JOB, r"cluster.nodes = 5, and the job has 4 \(gpu\[1-4\]\)"),
     ],
 )
-def test_a_job_that_cannot_hold_the_run_is_refused(slurm, environment: dict[str, str], words: str) -> None:
+def test_a_job_that_cannot_hold_the_run_is_refused(
+    slurm, nodes: int, environment: dict[str, str], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
-        Slurm(FOUR, environment)
-
-
-def test_a_job_with_too_few_machines_is_refused(slurm) -> None:
-    with pytest.raises(ConfigError, match=r"cluster.nodes = 5, and the job has 4 \(gpu\[1-4\]\)"):
-        Slurm(FOUR.model_copy(update={"nodes": 5}), JOB)
+        Slurm(FOUR.model_copy(update={"nodes": nodes}), environment)
 
 
 # --- both ends of a step
@@ -278,9 +267,7 @@ def started(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
 def test_a_warned_run_is_stopped_once_and_requeued(slurm, started, tmp_path: Path) -> None:
     running = started(job.RUN, str(tmp_path), "--", "run.toml")
     running.send_signal(signal.SIGUSR1)
-    running.send_signal(
-        signal.SIGUSR1
-    )  # Slurm may say it twice, and `distill run` ends at once at the second
+    running.send_signal(signal.SIGUSR1)  # it may come twice, and `distill run` ends at once at the second
     assert running.wait(60) == 130
     assert (tmp_path / "asked").read_text() == "1\n"
     assert slurm() == [["scontrol", "requeue", "17"]]
@@ -334,9 +321,7 @@ def test_an_array_that_is_refused_ends_the_job(slurm, tmp_path: Path, monkeypatc
     assert "the array of replicas cannot be submitted" in said
 
 
-def test_a_replica_waits_for_its_run_and_is_requeued_until_the_run_ends(
-    slurm, started, tmp_path: Path
-) -> None:
+def test_a_replica_waits_for_its_run_and_is_requeued_until_the_run_ends(slurm, started, tmp_path) -> None:
     (tmp_path / CONTROLLER_FILE).write_text('{"url": "http://127.0.0.1:1"}')
     running = started(job.REPLICA, str(tmp_path), "--", "--index", "3")
     running.send_signal(signal.SIGUSR1)  # preempted
@@ -415,10 +400,8 @@ def test_replicas_on_a_partition_of_their_own_are_an_array(slurm, tmp_path: Path
     student = {"path": "student", "replicas": 6, "engine_args": {"tensor-parallel-size": 2}}
     config = on_slurm(tmp_path, {"nodes": 1, "replica_partition": "spare"}, student=student)
     written, lines = job.write(config, Path("run.toml"), [])
-    assert lines == [
-        "machine 0: evaluator (1 GPU), teacher-t (1 GPU), trainer (2 GPUs)",
-        "partition spare: 6 replicas",
-    ]
+    first = "machine 0: evaluator (1 GPU), teacher-t (1 GPU), trainer (2 GPUs)"
+    assert lines == [first, "partition spare: 6 replicas"]
     replicas = written.with_name("replicas.sh")
     name, *rest = options(replicas)
     assert rest[:6] == [
@@ -426,25 +409,22 @@ def test_replicas_on_a_partition_of_their_own_are_an_array(slurm, tmp_path: Path
         f"--output={tmp_path}/run/slurm/replica-%a.log",
     ]
     assert {"--partition=spare", "--requeue", "--signal=B:USR1@131"} <= {*rest}
-    assert last_line(replicas)[5:] == [
-        *(job.REPLICA, str(tmp_path / "run"), "--", "--index", "$SLURM_ARRAY_TASK_ID"),
-    ]
+    assert last_line(replicas)[5:-1] == [job.REPLICA, str(tmp_path / "run"), "--", "--index"]
+    assert last_line(replicas)[-1] == "$SLURM_ARRAY_TASK_ID"
     array = last_line(written)[7:10]
     assert array == ["--array", name.removeprefix("--job-name="), str(replicas)]
     other, _ = job.write(on_slurm(tmp_path / "b", {"replica_partition": "spare"}), Path("run.toml"), [])
     assert last_line(other)[8] != array[1], "another run of the same name is not cancelled with it"
 
 
+SPARE = {"replica_partition": "spare"}
+
+
 @pytest.mark.parametrize(
     ("cluster", "sections", "overrides", "words"),
     [
         ({"nodes": 1, "gpus_per_node": 2}, {}, [], "student-0 needs 1 GPU, and the machines have left"),
-        (
-            {"replica_partition": "spare"},
-            {"student": {"path": "student", "gpus": 9}},
-            [],
-            "student-0 needs 9 GPUs, and the machines have left: a machine of spare 8",
-        ),
+        (SPARE, {"student": {"path": "s", "gpus": 9}}, [], "needs 9 GPUs, and .* left: a machine of spare 8"),
         ({}, {"student": {"path": "s", "devices": ["0"]}}, [], r"student.devices = \['0'\]: on a cluster"),
         (
             {},
@@ -458,10 +438,10 @@ def test_replicas_on_a_partition_of_their_own_are_an_array(slurm, tmp_path: Path
         ({}, {}, ["weights.store.options.secret_key=abcdefgh"], "holds a secret"),
         ({}, {"teachers": {"a": {"path": "a"}, "b": {"path": "b"}}}, [], "name the other's data sources"),
         (
-            {"replica_partition": "spare"},
-            {"student": {"path": "student", "urls": ["http://a:1"]}},
+            SPARE,
+            {"student": {"path": "s", "urls": ["http://a:1"]}},
             [],
-            "student.urls names replicas that run already",
+            "urls names replicas that run already",
         ),
     ],
 )

@@ -15,35 +15,22 @@ from pathlib import Path
 import psutil
 import pytest
 from ports import free_port
+from waiting import until
 
 from distill import guardian
+from distill.aio import cancel
 from distill.launch.supervise import LONGEST_PAUSE_SECONDS, ChildFailed, ChildSpec, Phase, Supervisor
 from sync.base.errors import how_it_ended
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
-STUBBORN = [
-    sys.executable,
-    "-c",
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    "print('up', flush=True); time.sleep(600)",
-]
-PARENT = [
-    sys.executable,
-    "-c",
-    "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    "import subprocess, sys, time\n"
-    "for new in (False, True):\n"
-    "    subprocess.Popen([sys.executable, '-c', 'import signal, time; '\n"
-    "        'signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)'], start_new_session=new)\n"
-    "print('up', flush=True); time.sleep(600)",
-]
-
-
-def until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
+DEAF = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+STUBBORN = [sys.executable, "-c", f"{DEAF}print('up', flush=True); time.sleep(600)"]
+CHILDREN = f"""{DEAF}
+for new in (False, True):
+    subprocess.Popen([sys.executable, "-c", {DEAF + "time.sleep(600)"!r}], start_new_session=new)
+print('up', flush=True); time.sleep(600)
+"""
+PARENT = [sys.executable, "-c", CHILDREN]
 
 
 def below(pid: int) -> list[psutil.Process]:
@@ -81,6 +68,16 @@ async def spoke(supervisor: Supervisor, *names: str) -> None:
     await asyncio.to_thread(until, lambda: all(log.exists() and b"up" in log.read_bytes() for log in logs))
 
 
+NOWHERE = "http://127.0.0.1:9"
+
+
+async def fails(supervise, spec: ChildSpec, told: str, restarts: int = 5, **options) -> None:
+    """The start of a child fails, and nothing is started again."""
+    supervisor = await supervise([spec], restarts, **options)
+    with pytest.raises(ChildFailed, match=told):
+        await supervisor.ready()
+
+
 async def test_a_child_is_asked_to_end_before_it_is_killed(supervise):
     supervisor = await supervise([ChildSpec("calm", SLEEPER)], restarts=0)
     await spoke(supervisor, "calm")
@@ -100,25 +97,17 @@ async def test_every_child_and_grandchild_is_gone_after_stop_though_some_ignore_
 
 async def test_a_child_that_dies_at_start_is_named_with_its_last_lines(supervise):
     dying = [sys.executable, "-c", "import sys; print('no such model', flush=True); sys.exit(3)"]
-    supervisor = await supervise([ChildSpec("teacher-a", dying, url="http://127.0.0.1:9")], 5)
-    with pytest.raises(ChildFailed, match=r"teacher-a ended with status 3(.|\n)*no such model"):
-        await supervisor.ready()
+    told = r"teacher-a ended with status 3(.|\n)*no such model"
+    await fails(supervise, ChildSpec("teacher-a", dying, url=NOWHERE), told)
 
 
 async def test_the_first_error_is_told_when_it_is_far_above_the_last_lines(supervise, tmp_path: Path):
     (tmp_path / "engine.log").write_text("OldError: of an earlier start\n")
-    said = [
-        "(Core) ERROR 11-20 [core.py:1] Traceback",
-        "(Core) ERROR 11-20 [core.py:1] RuntimeError: head_dim=16",
-    ]
+    said = [f"(Core) ERROR 11-20 [core.py:1] {line}" for line in ("Traceback", "RuntimeError: head_dim=16")]
     said += [f"    {i} vllm.EngineDeadError: see above" for i in range(30)]
     dying = [sys.executable, "-c", f"print({chr(10).join(said)!r}, flush=True); raise SystemExit(1)"]
-    supervisor = await supervise([ChildSpec("engine", dying, url="http://127.0.0.1:9")], 5)
-    with pytest.raises(
-        ChildFailed, match=r"29 vllm.EngineDead(.|\n)*the first error .*: RuntimeError: head_dim=16"
-    ):
-        await supervisor.ready()
-    await supervisor.stop(1)
+    told = r"29 vllm.EngineDead(.|\n)*the first error .*: RuntimeError: head_dim=16"
+    await fails(supervise, ChildSpec("engine", dying, url=NOWHERE), told)
 
 
 @pytest.mark.parametrize("status", [-4, 128 + 4, 256 - 4], ids=["child", "guardian", "deepspeed launcher"])
@@ -133,23 +122,18 @@ def test_the_status_of_an_exit_names_no_signal(status: int | None):
 
 async def test_a_child_that_a_signal_ends_is_named_with_the_signal_and_its_last_lines(supervise):
     dying = [sys.executable, "-c", "import os; print('tiles', flush=True); os.kill(os.getpid(), 4)"]
-    supervisor = await supervise([ChildSpec("student-0", dying, url="http://127.0.0.1:9")], 5)
-    with pytest.raises(
-        ChildFailed, match=r"student-0 was ended by SIGILL \(illegal instruction\), (.|\n)*tiles"
-    ):
-        await supervisor.ready()
+    told = r"student-0 was ended by SIGILL \(illegal instruction\), (.|\n)*tiles"
+    await fails(supervise, ChildSpec("student-0", dying, url=NOWHERE), told)
 
 
 async def test_a_program_that_does_not_exist_is_a_failed_start(supervise):
-    supervisor = await supervise([ChildSpec("x", ["/no/such/program"], url="http://127.0.0.1:9")], 5)
-    with pytest.raises(ChildFailed, match=r"status 127(.|\n)*cannot be started"):
-        await supervisor.ready()
+    spec = ChildSpec("x", ["/no/such/program"], url=NOWHERE)
+    await fails(supervise, spec, r"status 127(.|\n)*cannot be started")
 
 
 async def test_a_child_that_never_answers_is_named_with_its_log(supervise):
-    supervisor = await supervise([ChildSpec("slow", SLEEPER, url="http://127.0.0.1:9")], 0, start_seconds=0.3)
-    with pytest.raises(ChildFailed, match="slow did not come up in time"):
-        await supervisor.ready()
+    spec = ChildSpec("slow", SLEEPER, url=NOWHERE)
+    await fails(supervise, spec, "slow did not come up in time", 0, start_seconds=0.3)
 
 
 async def test_a_death_is_mended_until_the_budget_is_spent(supervise):
@@ -188,28 +172,19 @@ async def test_a_child_killed_while_the_run_starts_is_started_again(supervise):
     assert lives[0] != lives[1]
 
 
-async def test_a_child_that_has_joined_and_fails_while_others_start_is_started_again(
-    supervise, tmp_path: Path
-):
+async def test_a_child_that_has_joined_and_fails_while_others_start_is_started_again(supervise, tmp_path):
     """A trainer can die on its first batch while an engine is still loading."""
     lives, late = [], asyncio.Event()
     mark = tmp_path / "started"
-    program = (
-        f"import pathlib, sys, time; mark = pathlib.Path({str(mark)!r})\n"
-        "again = mark.exists(); mark.touch()\n"
-        "time.sleep(600) if again else sys.exit(3)"
-    )
-    fails_once = [sys.executable, "-c", program]
+    fails_once = ["sh", "-c", f"test -e '{mark}' && exec sleep 600; touch '{mark}'; exit 3"]
     specs = [
         ChildSpec("trainer", fails_once, joined=lambda: True, prepare=lambda: lives.append(1)),
         ChildSpec("late", SLEEPER, joined=late.is_set),
     ]
     supervisor = await supervise(specs, restarts=1, first_pause=0.01)
     starting = asyncio.create_task(supervisor.ready())
-    async with asyncio.timeout(600):
-        while len(lives) < 2:
-            assert not starting.done()
-            await asyncio.sleep(0.02)
+    await asyncio.to_thread(until, lambda: len(lives) == 2)
+    assert not starting.done()
     late.set()
     await starting
 
@@ -227,16 +202,11 @@ async def test_a_port_that_is_taken_when_a_server_binds_costs_a_restart(supervis
         ready = asyncio.create_task(supervisor.ready())
         log = supervisor.children["server"].log_path
         await asyncio.to_thread(until, lambda: "already in use" in log.read_text())
-    try:
-        await ready
-        assert supervisor.children["server"].phase is Phase.READY
-    finally:
-        await supervisor.stop(1)
+    await ready
+    assert supervisor.children["server"].phase is Phase.READY
 
 
-async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_pause(
-    supervise, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_pause(supervise, monkeypatch):
     late, paused, sleep = asyncio.Event(), asyncio.Event(), asyncio.sleep
     pause = 20.0
     monkeypatch.setattr(asyncio, "sleep", lambda time: paused.wait() if time == pause else sleep(time))
@@ -255,8 +225,7 @@ async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_paus
     watching = asyncio.create_task(supervisor.watch())
     await asyncio.to_thread(until, lambda: early.process is not first or watching.done())
     assert early.process is not first, watching
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
+    await cancel([watching])
 
 
 async def test_a_death_between_ready_and_watch_is_restarted(supervise):
@@ -298,7 +267,6 @@ async def test_the_orderly_end_of_a_child_is_told_after_a_restart_too(supervise,
     watching = asyncio.create_task(supervisor.watch())
     await asyncio.wait_for(left.wait(), 60)
     watching.cancel()
-    await supervisor.stop(1)
 
 
 LAUNCHER = """
@@ -338,13 +306,8 @@ def test_a_guardian_whose_launcher_is_gone_asks_its_command_to_end_unless_it_is_
     )
     read_end, write_end = os.pipe()
     words = [sys.executable, "-P", "-m", guardian.MODULE, "name", str(read_end), *flags, sys.executable]
-    process = subprocess.Popen(
-        [*words, "-c", code],
-        stdout=subprocess.PIPE,
-        text=True,
-        pass_fds=(read_end,),
-        start_new_session=True,
-    )
+    pipe: dict = {"stdout": subprocess.PIPE, "text": True, "pass_fds": (read_end,)}
+    process = subprocess.Popen([*words, "-c", code], start_new_session=True, **pipe)
     os.close(read_end)
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
@@ -387,7 +350,6 @@ async def test_a_child_that_hangs_is_killed_and_started_again(supervise):
     assert first.returncode == -signal.SIGKILL
     assert told == [first], "before the next one is started"
     watching.cancel()
-    await supervisor.stop(5)
 
 
 ANSWERS = """

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from in_memory import MemoryTrainer
+from started import killed_after, to_the_end
 
 from distill.interfaces import Hooks
 from distill.metrics.results import earlier_seconds
@@ -45,10 +44,8 @@ def test_overlapping_work_of_one_role_counts_once(timeline: Recorded) -> None:
     timeline.level("student", "update", 0)
     timeline.now = 110.0
     assert (timeline.seconds("busy"), timeline.seconds("idle")) == ({"student": 6.0}, {"student": 4.0})
-    assert timeline.spans == [
-        Span("student", "generate", 100.0, 105.0),
-        Span("student", "update", 102.0, 106.0),
-    ]
+    both = [Span("student", "generate", 100.0, 105.0), Span("student", "update", 102.0, 106.0)]
+    assert timeline.spans == both
 
 
 def test_work_that_still_goes_on_counts_up_to_now(timeline: Recorded) -> None:
@@ -147,32 +144,20 @@ def test_seconds_of_earlier_starts_are_added_name_by_name() -> None:
     }
 
 
-async def test_a_run_that_was_killed_and_resumed_counts_the_time_of_both_starts(
-    controller: Any, tmp_path: Path
-) -> None:
+async def test_a_run_that_was_killed_and_resumed_counts_the_time_of_both_starts(controller, tmp_path) -> None:
     assert earlier_seconds(tmp_path) == {}
-    lines, three = MetricsFile(tmp_path / "metrics.jsonl"), asyncio.Event()
-
-    def step(version: Version, figures: dict[str, float]) -> None:
-        log_all([lines], version, figures)
-        if version.step == 3:
-            three.set()
-
-    first = controller(None, Hooks(step=step))
+    lines = MetricsFile(tmp_path / "metrics.jsonl")
+    first = controller(None, Hooks(step=lambda version, figures: log_all([lines], version, figures)))
     trainer = MemoryTrainer(first.session, step_seconds=0.05, checkpoint_every=1)
-    killed = [asyncio.create_task(first.run()), asyncio.create_task(trainer.run())]
-    await asyncio.wait_for(three.wait(), 60)
-    for task in killed:
-        task.cancel()
-    await asyncio.gather(*killed, return_exceptions=True)
+    await killed_after(4, first, trainer)
     lines.close()
     earlier = earlier_seconds(tmp_path)
     assert earlier["busy_seconds"]["trainer"] >= 0.149
     assert earlier.keys() == {"run_seconds", "busy_seconds", "idle_seconds", "waited_seconds"}
 
-    second = controller(None, Hooks())
+    second = controller()
     trainer.session = second.session
-    summary, _ = await asyncio.wait_for(asyncio.gather(second.run(), trainer.run()), 60)
+    summary = await to_the_end(second, trainer)
     assert summary["perf"]["busy_seconds"]["trainer"] >= earlier["busy_seconds"]["trainer"] + 0.149
     assert summary["seconds"]["distill"] >= earlier["run_seconds"] + 0.149
     shares = (summary["perf"][f"{kind}_seconds"]["trainer"] for kind in ("busy", "idle"))

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import wandb_server
+from command import left
 from faults import fill, free
 from ports import served
 from small_config import make_config, run_of_letters
 from tmpfs import mounted
 
-from distill.cli.main import main
 from distill.events import Quarantined
 from distill.launch.run import _Launcher
 from distill.launch.supervise import ChildSpec
@@ -45,10 +45,8 @@ def run(tmp_path: Path) -> Any:
 
 def recorded(run: Any, use: Callable[[Wandb], None]) -> list[dict[str, Any]]:
     """Records of a wandb run that is opened, used and closed."""
-    lines = JsonLines(run.run_dir / SAMPLES)
-    lines.write(
-        Sample("L000-v00000002", "0:1:0", 1, "t", [3], [4, 5], [-0.5, -1.0], [-1.5, -1.0], 1.0, False, False)
-    )
+    lines, logprobs = JsonLines(run.run_dir / SAMPLES), ([-0.5, -1.0], [-1.5, -1.0])
+    lines.write(Sample("L000-v00000002", "0:1:0", 1, "t", [3], [4, 5], *logprobs, 1.0, False, False))
     lines.close()
     sink = Wandb(run, RunIdentity(run.run.name, "0123abcd"))
     use(sink)
@@ -130,9 +128,8 @@ def test_quarantines_and_restarts_raise_alerts(tmp_path: Path) -> None:
         _folder=SimpleNamespace(logs=tmp_path),
         **dict.fromkeys(("_samples", "_spans", "_roll_back_to"), left_out),
     )
-    _Launcher._hooks(launcher).quarantined(
-        Quarantined(Prompt("0:7", [3]), "poisoned", "it kills the trainer", [1])
-    )
+    poisoned = Quarantined(Prompt("0:7", [3]), "poisoned", "it kills the trainer", [1])
+    _Launcher._hooks(launcher).quarantined(poisoned)
     _Launcher._died(launcher, ChildSpec("student-0", ["serve"]))
     assert written == [Quarantine("0:7", [3], [1], "poisoned", "it kills the trainer")]
     assert alerts == [
@@ -161,9 +158,7 @@ def test_tensorboard_shows_every_figure_and_a_repeated_step_once(tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of its own thread
-def test_tensorboard_goes_on_when_a_full_disk_has_room_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tensorboard_goes_on_when_a_full_disk_has_room_again(tmp_path, caplog) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with mounted(tmp_path / "small", 64) as small:
@@ -181,24 +176,22 @@ def test_tensorboard_goes_on_when_a_full_disk_has_room_again(
         assert [(event.step, event.value) for event in shown.Scalars("train/loss")][-1] == (step + 1, 0.25)
 
 
-def online(run: Any) -> Any:
-    return run.model_copy(update={"tracking": run.tracking.model_copy(update={"wandb": "online"})})
-
-
 def test_a_wandb_server_that_is_not_there_leaves_the_run_to_be_recorded_offline(
     run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(trackers, "OPEN_SECONDS", 2.0)
-    found = recorded(online(run), lambda sink: sink.log(1, {"train/reverse_kl": 0.5}))
+    found = recorded(
+        run.with_(tracking={"wandb": "online"}), lambda sink: sink.log(1, {"train/reverse_kl": 0.5})
+    )
     assert logged(found, "train/reverse_kl") == [(1, 0.5)]
     assert "recording offline in" in caplog.text
 
 
 def test_a_key_that_wandb_refuses_is_the_users_to_correct(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "short")
-    run = online(run)
+    run = run.with_(tracking={"wandb": "online"})
     with pytest.raises(ConfigError, match=r"wandb refuses the run: .*correct WANDB_API_KEY"):
         Wandb(run, RunIdentity(run.run.name, "0123abcd"))
 
@@ -231,32 +224,24 @@ def test_a_key_is_looked_for_where_wandb_keeps_it(
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
-def test_an_overview_of_a_project_has_a_curve_for_each_figure(
-    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_overview_of_a_project_has_a_curve_for_each_figure(run: Any, monkeypatch, capsys) -> None:
     with served(wandb_server.WandbServer()) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-        with pytest.raises(SystemExit) as leaving:
-            main(["overview", str(run.run_dir)])
-        assert leaving.value.code == 0, capsys.readouterr().err
+        assert left("overview", str(run.run_dir)) == 0
     assert capsys.readouterr().out == f"{server.url}/acme/{run.tracking.project}?nw=saved\n"
     (view,) = server.views
     assert (view["entityName"], view["projectName"]) == ("acme", run.tracking.project)
     *curves, media = json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
-    assert {
-        section["name"]: tuple(panel["config"]["metrics"][0] for panel in section["panels"])
-        for section in curves
-    } == trackers.PANELS
+    of_section = lambda one: tuple(panel["config"]["metrics"][0] for panel in one["panels"])  # noqa: E731
+    assert {section["name"]: of_section(section) for section in curves} == trackers.PANELS
     names = [name for of_section in trackers.PANELS.values() for name in of_section]
     assert all(any(figure.names(name) for figure in FIGURES) for name in names)
     assert [panel["config"]["mediaKeys"] for panel in media["panels"]] == [["samples"], ["report"]]
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
-def test_an_overview_without_a_server_or_its_package_is_one_message(
-    run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overview_without_a_server_or_its_package_is_one_message(run: Any, monkeypatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "short")
     with pytest.raises(ConfigError, match=r"wandb refuses the view: .*correct WANDB_API_KEY"):
         trackers.save_overview(run)

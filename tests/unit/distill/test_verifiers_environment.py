@@ -29,9 +29,8 @@ PYTHON = ROOT / ".venv-environments/bin/python"
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), CODE_VARIABLE: str(ROOT / "configs/environments")}
 Facts = dict[str, Any]
 
-pytestmark = pytest.mark.skipif(
-    not PYTHON.exists(), reason=f"no {PYTHON.relative_to(ROOT)}: `make environments`"
-)
+MISSING = f"no {PYTHON.relative_to(ROOT)}: `make environments`"
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=MISSING)
 
 
 @pytest.fixture(scope="module")
@@ -76,19 +75,16 @@ def test_an_answer_in_other_tokens_than_the_tokenizer_makes_stays_as_it_was_samp
     for one, other in zip(plain, spelled, strict=True):
         assert one["text"] == other["text"]
         assert one["again"] == one["prompt"] + one["token_ids"]
-        assert other["again"] != other["prompt"] + other["token_ids"], (
-            "tokenizing the text loses the answer's ids"
-        )
+        assert other["again"] != other["prompt"] + other["token_ids"], "tokenizing loses the answer's ids"
         assert own(other) == other["said"]
         assert environments_tokens(other) == environments_tokens(one)
 
 
-def test_a_task_is_the_same_game_every_time(facts: Facts) -> None:
+def test_a_task_is_the_same_game_every_time_and_torch_is_not_needed(facts: Facts) -> None:
+    assert not facts["torch"]
     guesses = facts["guesses"]
     assert guesses["tasks"] is None
-    assert [one["reward"] for one in guesses["clean"]] == [1.0] * 10, (
-        "five guesses find any of twenty numbers…"
-    )
+    assert [one["reward"] for one in guesses["clean"]] == [1.0] * 10, "five guesses find any of 20 numbers"
     assert guesses["randomness untouched"]
     assert guesses["same again"]
 
@@ -171,32 +167,29 @@ def test_chatml_is_written_as_the_template_writes_it(facts: Facts) -> None:
         assert episode["again"] == episode["prompt"] + episode["token_ids"]
 
 
-def test_torch_is_not_needed(facts: Facts) -> None:
-    assert not facts["torch"]
-
-
 def serve(folder: Path, environment: str, **options: Any) -> tuple[subprocess.Popen[str], str]:
     """A service in the virtual environment, and its URL."""
     guess_tokenizer().save_pretrained(folder / "student")
-    settings = EnvironmentService(
-        name="e",
-        run="r",
-        environment=EnvironmentConfig(type="verifiers", environment=environment, options=options),
-        student=ModelSource(path=str(folder / "student")),
-    )
+    section = EnvironmentConfig(type="verifiers", environment=environment, options=options)
+    student = ModelSource(path=str(folder / "student"))
+    settings = EnvironmentService(name="e", run="r", environment=section, student=student)
     (folder / "e.json").write_text(settings.model_dump_json())
     port = free_port()
     argv = [PYTHON, "-m", "distill.environments.service", "--config", folder / "e.json", "--port", str(port)]
     return subprocess.Popen(argv, env=ENV, stderr=subprocess.PIPE, text=True), f"http://127.0.0.1:{port}"
 
 
+async def up(url: str, child: subprocess.Popen[str]) -> None:
+    async with Peer(url) as peer:
+        while not await peer.alive():
+            assert child.poll() is None
+            await asyncio.sleep(0.2)
+
+
 async def test_an_environment_service_plays_it_for_a_run(tmp_path: Path) -> None:
     child, url = serve(tmp_path, "textarena_guess")
     try:
-        async with Peer(url) as peer:
-            while not await peer.alive():
-                assert child.poll() is None
-                await asyncio.sleep(0.2)
+        await up(url, child)
         async with EnvironmentClient("e", [url]) as client:
             episode = await played(client, guess_tokenizer(), "0:0:0", 3, bisecting(random.Random(0)))
             assert (await client.info()).tasks is None
@@ -213,10 +206,7 @@ async def test_a_service_whose_tools_die_ends_to_be_started_again(tmp_path: Path
     child, url = serve(tmp_path, "calculator", agent={"runtime": {"type": "subprocess"}})
     servers: list[psutil.Process] = []
     try:
-        async with Peer(url) as peer:
-            while not await peer.alive():
-                assert child.poll() is None
-                await asyncio.sleep(0.2)
+        await up(url, child)
         servers = psutil.Process(child.pid).children()
         (calculator,) = (one for one in servers if "calculator" in " ".join(one.cmdline()))
         calculator.kill()

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,8 +20,6 @@ from typer.testing import CliRunner
 from distill.aio import cancel
 from distill.cli.main import app
 from distill.cli.why import lines
-from distill.config import RunConfig
-from distill.controller import Controller
 from sync.base.address import CONTROLLER_FILE, TOKEN_FILE
 from sync.base.errors import ConfigError, RemoteError
 from sync.wire import TrainerHello
@@ -40,7 +38,7 @@ def made(folder: Path, url: str = "http://127.0.0.1:1") -> Path:
 
 
 async def test_a_live_run_says_what_its_trainer_waits_for_to_whoever_has_its_token(
-    controller: Callable[..., Controller], config: Callable[..., RunConfig], tmp_path: Path
+    controller, config, tmp_path: Path
 ) -> None:
     run = controller(config(controller={"port": 0}), token=TOKEN, replicas={})
     folder, task = made(tmp_path, run.url), asyncio.create_task(run.run())
@@ -48,7 +46,7 @@ async def test_a_live_run_says_what_its_trainer_waits_for_to_whoever_has_its_tok
         await asyncio.to_thread(lines, folder)
     (folder / TOKEN_FILE).write_text(TOKEN)
     assert (await asyncio.to_thread(lines, folder))[:2] == ["no step yet", NONE]
-    await run.session.hello(TrainerHello(world_size=1, checkpoint=None, fingerprint="m", run="test"))
+    await run.session.hello(TrainerHello(1, None, "m", "test"))
     run.session.requested = 0
     run.session.wake()
     await asyncio.sleep(0.1)
@@ -78,9 +76,8 @@ asyncio.run(main())
 async def teacher_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """A teacher's service in a process of its own, and its URL."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", SERVICE, stdout=asyncio.subprocess.PIPE, env=environment
-    )
+    command, pipe = (sys.executable, "-c", SERVICE), asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, env=environment)
     assert process.stdout is not None
     try:
         yield process, (await process.stdout.readline()).decode().strip()
@@ -90,7 +87,7 @@ async def teacher_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, s
 
 
 async def test_a_process_that_is_stopped_is_the_root_of_what_a_live_run_waits_for(
-    controller: Callable[..., Controller], config: Callable[..., RunConfig], tmp_path: Path
+    controller, config, tmp_path: Path
 ) -> None:
     settings = config(run={"steps": 100_000}, controller={"port": 0})
     async with teacher_process() as (process, url), TeacherClient("t", [url]) as teacher:
@@ -122,9 +119,7 @@ def test_a_run_that_has_ended_says_how(tmp_path: Path) -> None:
     assert lines(tmp_path) == ["nothing: the run has ended at step 7: a teacher is lost"]
 
 
-def test_a_run_that_was_killed_is_not_taken_for_a_live_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_killed_is_not_taken_for_a_live_one(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("distill.cli.why.SECONDS", 0.1)
     assert lines(made(tmp_path)) == [
         "nothing: the run has ended: its process is gone and wrote no summary, as after a kill: "
@@ -132,9 +127,7 @@ def test_a_run_that_was_killed_is_not_taken_for_a_live_one(
     ]
 
 
-def test_a_live_run_that_does_not_answer_is_an_error_with_its_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_live_run_that_does_not_answer_is_an_error_with_its_process(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("distill.cli.why.SECONDS", 0.1)
     with (made(tmp_path) / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
