@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from distill.prompts.sources import model_config, text_config
 from sync.base.settings import ModelSource
 from sync.weights.snapshots import checkpoint
@@ -45,8 +47,8 @@ def precision(model: Any, dtype: str) -> str:
 def count_parameters(source: ModelSource) -> int:
     """Parameters of a folder's tensors; of a Hub id or a quantized model, those of a model made from its
     config."""
-    if (tensors := _tensors(source)) and not _quantization(source):
-        return sum(map(_elements, tensors))
+    if (tensors := _tensors(source)) and not quantization(source):
+        return sum(map(_elements, tensors.values()))
     return sum(parameter.numel() for parameter in on_meta(source).parameters())
 
 
@@ -64,7 +66,8 @@ def weight_bytes(source: ModelSource, dtype: str) -> float:
     model = text_config(source)
     item = item_bytes(model, dtype)
     if tensors := _tensors(source):
-        return sum(item * _elements(tensor) if tensor.kind in CAST else tensor.nbytes for tensor in tensors)
+        sizes = tensors.values()
+        return sum(item * _elements(tensor) if tensor.kind in CAST else tensor.nbytes for tensor in sizes)
     parameters, bits = count_parameters(source), _quantized_bits(source)
     if bits is None:
         return item * parameters
@@ -72,29 +75,70 @@ def weight_bytes(source: ModelSource, dtype: str) -> float:
     return item * looked_up + bits / 8 * (parameters - looked_up)
 
 
-def _tensors(source: ModelSource) -> list[checkpoint.TensorAt]:
-    """Tensors of a folder; none of a Hub id."""
+def _tensors(source: ModelSource) -> dict[str, checkpoint.TensorAt]:
+    """Tensors of a folder by name; none of a Hub id."""
     folder = Path(source.path)
-    return [*checkpoint.tensors(folder).values()] if any(folder.glob("*.safetensors")) else []
+    return checkpoint.tensors(folder) if any(folder.glob("*.safetensors")) else {}
 
 
 def _elements(place: checkpoint.TensorAt) -> int:
     return place.nbytes // checkpoint.BITS[place.kind].itemsize
 
 
-def _quantization(source: ModelSource) -> Mapping[str, Any]:
-    """Empty without; it stands outside of a multimodal model's text part."""
+def quantization(source: ModelSource) -> Mapping[str, Any]:
+    """How weights are quantized; empty: they are not. It stands outside of a multimodal model's text part."""
     return getattr(model_config(source), "quantization_config", None) or {}
 
 
 def _quantized_bits(source: ModelSource) -> int | None:
     """Bits of a quantized weight; None: there are none, or the model's config does not tell."""
-    quantization = _quantization(source)
-    groups = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
-    told = [quantization.get("bits"), *(group.get("num_bits") for group in groups)]
-    told += [bits for bits in (4, 8) if quantization.get(f"load_in_{bits}bit")]
-    told += map(int, re.findall(r"\d+", quantization.get("quant_method") or ""))  # such as "fp8"
+    section = quantization(source)
+    groups = [group.get("weights") or {} for group in (section.get("config_groups") or {}).values()]
+    told = [section.get("bits"), *(group.get("num_bits") for group in groups)]
+    told += [bits for bits in (4, 8) if section.get(f"load_in_{bits}bit")]
+    told += map(int, re.findall(r"\d+", section.get("quant_method") or ""))  # such as "fp8"
     return max(filter(None, told), default=None)
+
+
+def misfit(source: ModelSource) -> str | None:
+    """Why the weights in a folder are not those of the model that its config.json describes; None: they are,
+    or it is only known once they are loaded. Raises SnapshotError for files that were cut."""
+    tensors = _tensors(source)
+    if not tensors or quantization(source) or source.trust_remote_code:
+        return None
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what differs is said below
+    logging.disable_progress_bar()
+    try:
+        model, differs = AutoModelForCausalLM.from_pretrained(
+            source.path, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except Exception as error:  # noqa: BLE001 - of its files, in the words of several libraries
+        why = f"transformers cannot load it ({type(error).__name__}: {error!s:.160})"
+        return f"{why}: name a causal language model that save_pretrained wrote"
+    finally:
+        logging.set_verbosity(verbosity)
+    wrong = [*differs["missing_keys"], *(name for name, *_ in differs["mismatched_keys"])]
+    if wrong:
+        kind = model.config.model_type
+        return (
+            f"its config.json describes a {kind} with {len(wrong)} tensors that its weights lack or have in "
+            f"other shapes, such as {min(wrong)}, which would be random numbers: put config.json and weights "
+            "of one model together"
+        )
+    ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    names = [name for name, value in model.named_parameters() if any(value is end for end in ends)]
+    if model.config.get_text_config().tie_word_embeddings and len(names) == 2 and {*names} <= {*tensors}:
+        one, other = (bits[name] for bits in [checkpoint.bits(tensors)] for name in names)
+        if not np.array_equal(one, other):
+            return (
+                f"config.json has tie_word_embeddings, and {' and '.join(names)} differ: vLLM would take the "
+                "first for both, the trainer each: set it to false, or remove the second"
+            )
+    return None
 
 
 def on_meta(source: ModelSource) -> Any:

@@ -22,6 +22,7 @@ from distill.prompts.stream import PromptStream
 from distill.record.resume import Start, resume
 from distill.record.store import Store
 from sync.base.errors import ConfigError
+from sync.base.settings import ModelSource
 from sync.base.tokenizers import load_tokenizer, vocab_size
 from sync.wire import EvalReport, Version
 
@@ -41,7 +42,7 @@ def evaluate_folder(
             "base, and FOLDER can be evaluated"
         )
     if model is not None:
-        check_folder(model, "--model")
+        check_folder(ModelSource(path=str(model)), "--model")
     if completions is not None and completions.exists():
         raise ConfigError(f"--completions {completions} exists: name a new folder")
     config = config.with_(evaluation=config.evaluation or EvaluationConfig())

@@ -21,7 +21,7 @@ from distill.preflight_checks.devices import check_devices, engine_memory
 from distill.preflight_checks.machine import GIB
 from distill.preflight_checks.objective import with_objective
 from distill.prompts.rows import dataset_rows, jsonl_rows
-from distill.prompts.sources import text_config
+from distill.prompts.sources import positions
 from sync.base.errors import ConfigError
 from sync.base.messages import listed
 from sync.base.settings import ModelSource
@@ -94,7 +94,7 @@ def write(path: Path, request: Wanted) -> list[str]:
 def text_and_memory(request: Wanted, path: Path) -> tuple[str, list[str]]:
     """The file's text, which loads and fits, and a line for each process on GPUs."""
     models = [ModelSource(path=name) for name in (request.student, request.teacher)]
-    length = min(LENGTH, *(int(text_config(model).max_position_embeddings) for model in models))
+    length = min(positions(model, "max_position_embeddings", LENGTH) for model in models)
     if not request.gpus:
         text = _text(request, None, length, path)
         validate(tomllib.loads(text), str(path))

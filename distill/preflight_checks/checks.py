@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from distill.buffer import rules
 from distill.config import RunConfig
 from distill.evaluation.sets import PromptSet, check_rewards, open_sets
-from distill.model_facts import FAMILIES, NOT_UPDATED, has_experts, routing
+from distill.model_facts import FAMILIES, NOT_UPDATED, has_experts, misfit, quantization, routing
 from distill.preflight_checks import objective, tokens
 from distill.preflight_checks.devices import check_devices
 from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
@@ -96,6 +96,11 @@ def check(config: RunConfig, placed: Sequence[Process] | None = None) -> Checked
         )
     vocab_size = tokenizers.vocab_size(tokenizer, config.student.known_ids)
     refuse(objective.too_large(config, vocab_size))
+    refuse(
+        f"rollout.stop_token_ids has {id_}, and the student's ids are 0 to {vocab_size - 1}: correct it"
+        for id_ in config.rollout.stop_token_ids
+        if not 0 <= id_ < vocab_size
+    )
     lines += check_devices(config, placed)
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
     router = Router(config.teachers)
@@ -140,7 +145,10 @@ def check_parts(config: RunConfig, sections: Iterable[str]) -> None:
         path = Path(source.path)
         hub_id = source.path.count("/") == 1 and not source.path.startswith((".", "~", "/"))
         if path.is_dir():
-            check_folder(path, f"{section}.path")
+            weights_here = getattr(source, "engine_url", None) is None
+            check_folder(
+                source, f"{section}.path", weights_here and not is_own(getattr(source, "engine", ""))
+            )
         elif "/" in source.path and not hub_id:
             raise ConfigError(
                 f"{section}.path {path} does not exist: name a model folder, or a Hub id such as "
@@ -150,15 +158,24 @@ def check_parts(config: RunConfig, sections: Iterable[str]) -> None:
             check_processor(section)
 
 
-def check_folder(path: Path, key: str) -> None:
-    """Raise ConfigError for what is no model folder, and where loaders would read different weights."""
+def check_folder(source: ModelSource, key: str, loaded: bool = True) -> None:
+    """Raise ConfigError for what is no model folder, where loaders would read different weights, and where
+    those are not of the model in config.json. `loaded`: transformers or vLLM load the weights here."""
+    path = Path(source.path)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{key} {path} holds no config.json: name a folder that save_pretrained wrote")
+    if source.revision is not None:
+        raise ConfigError(
+            f"{key} is a folder, and no folder has a revision {source.revision!r}: leave it out"
+        )
     try:
         if unread := checkpoint.check_weights(path):
             logger.warning("%s %s", key, unread)
+        problem = misfit(source) if loaded else None
     except SnapshotError as error:
         raise ConfigError(f"{key} {error}") from None
+    if problem:
+        raise ConfigError(f"{key} {path}: {problem}")
 
 
 def check_secrets(config: RunConfig) -> None:
@@ -427,6 +444,11 @@ def model_problems(config: RunConfig) -> Iterator[str]:
         ranks = trainer.ranks * machines(trainer)
     if trainer.sequence_parallel > 1:
         yield from row_problems(trainer, model, ranks)
+    if method := quantization(config.student).get("quant_method"):
+        yield (
+            f"student.path {config.student.path} is quantized ({method}), and such weights cannot be "
+            "trained: name the model in full precision"
+        )
     if model.model_type in NOT_UPDATED and trainer.lora is None:
         yield (
             f"the student is a {model.model_type}: vLLM loads its experts past the reload of a model that "

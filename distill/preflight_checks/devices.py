@@ -34,7 +34,7 @@ from distill.model_facts import (
     weight_bytes,
 )
 from distill.preflight_checks.machine import GIB, installed_for_cpu
-from distill.prompts.sources import student_limit, text_config
+from distill.prompts.sources import positions, student_limit, text_config
 from distill.topology import EACH_NODE, HERE, TRAINER, Process, named, parallel, processes
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16, offloads
 from student_trainer.launch import machines
@@ -239,7 +239,7 @@ def _memory(
     if not isinstance(teacher, TeacherConfig) or teacher.engine_url is not None:
         return None
     if teacher.engine == "vllm":
-        length = teacher.max_length or int(text_config(teacher).max_position_embeddings)
+        length = teacher.max_length or positions(teacher, f"{process.section}.max_length")
         return engine_memory(teacher, teacher.dtype, teacher.engine_args, length, names)
     return _forward(teacher, len(names)), 0.0, names
 

@@ -152,12 +152,16 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorAt]]:
         length = int.from_bytes(stream.read(8), "little")
         text = stream.read(min(length, _MOST_HEADER))
     if len(text) < length:
-        raise SnapshotError(f"{file} states a header of {length} bytes: it was cut or altered")
+        raise SnapshotError(
+            f"{file} states a header of {length} bytes: it was cut or altered; copy or download it anew"
+        )
     try:
         with safe_open(file, framework="numpy"):
             entries = msgspec.json.decode(text)
     except _UNREADABLE as error:
-        raise SnapshotError(f"{file} cannot be read as safetensors: {error}; it was cut or altered") from None
+        raise SnapshotError(
+            f"{file} cannot be read as safetensors: {error}; it was cut or altered; copy or download it anew"
+        ) from None
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
         if (dtype := entry["dtype"]) not in _KINDS:

@@ -121,6 +121,79 @@ def test_a_model_folder_whose_loaders_would_differ_is_refused_by_its_key(distill
     assert f"teachers.sorter.path {tmp_path / 'm'}: {told}" in said
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+"""What git leaves in the place of a large file without LFS."""
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        (
+            "model.safetensors",
+            POINTER,
+            "bytes: it was cut or altered; copy or download it anew",
+        ),
+        ("model.safetensors", slice(0, 20_000), "cannot be read as safetensors"),
+        ("config.json", {"num_hidden_layers": 9}, "tensors that its weights lack or have in other shapes"),
+        (
+            "config.json",
+            {"tie_word_embeddings": False},
+            "with 1 tensors that its weights lack",
+        ),
+        (
+            "config.json",
+            {"vocab_size": 99},
+            "such as model.embed_tokens.weight, which would",
+        ),
+        ("config.json", {"model_type": "t5"}, "transformers cannot load it (ValueError: Unrecognized config"),
+        ("config.json", {"dtype": "bfloat17"}, "no attribute 'bfloat17'): correct its config.json"),
+        ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "is quantized (gptq), and such w"),
+        ("config.json", POINTER, "is not a valid JSON file.): correct its config.json"),
+        ("generation_config.json", POINTER, "has no eos_token_id that can be read (Expecting value"),
+        ("generation_config.json", b"[2]", "transformers cannot load it (TypeError: "),
+        ("generation_config.json", {"eos_token_id": ["2"]}, "write an id or a list of ids"),
+        ("generation_config.json", {"eos_token_id": -1}, "has no eos_token_id that can be read (it is -1)"),
+        ("tokenizer.json", b"{}", "cannot be loaded: save one beside the model"),
+        ("tokenizer_config.json", POINTER, "cannot be loaded: save one beside the model"),
+    ],
+)
+def test_a_model_folder_that_is_not_what_it_looks_like_is_refused(
+    distill: Distill, models: Path, tmp_path: Path, file: str, content: object, says: str
+) -> None:
+    path = shutil.copytree(models / "student", tmp_path / "m") / file
+    before = path.read_bytes() if path.is_file() else b"{}"
+    match content:
+        case bytes():
+            path.write_bytes(content)
+        case slice():
+            path.write_bytes(before[content])
+        case dict():
+            path.write_text(json.dumps(json.loads(before) | content))
+    message = distill(f"student.path={tmp_path / 'm'}", name="preflight")
+    assert says in message
+    assert str(tmp_path / "m") in message
+
+
+def test_a_head_beside_the_embeddings_that_it_is_tied_to_must_equal_them(
+    distill: Distill, models: Path, tmp_path: Path
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    path = shutil.copytree(models / "student", tmp_path / "m") / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, path, {"format": "pt"})
+    assert "ready to run" in distill(f"student.path={tmp_path / 'm'}", name="preflight", status=0)
+    tensors["lm_head.weight"][3] += 1
+    save_file(tensors, path, {"format": "pt"})
+    message = distill(f"student.path={tmp_path / 'm'}", name="preflight")
+    assert "has tie_word_embeddings, and model.embed_tokens.weight and lm_head.weight differ" in message
+
+
+def test_a_folder_has_no_revision(distill: Distill) -> None:
+    assert "student.path is a folder, and no folder has a revision 'v2'" in distill("student.revision=v2")
+
+
 def test_an_adapter_to_evaluate_is_to_be_merged_first(distill: Distill, tmp_path: Path) -> None:
     (tmp_path / "final").mkdir()
     (tmp_path / "final/adapter_config.json").write_text("{}")
@@ -417,6 +490,8 @@ def test_a_controller_at_no_servers_url_is_refused(distill: Distill, capsys, url
             ["objective.teacher_coefficients.math=2.0"],
             ["objective.teacher_coefficients names math, the teachers are sorter: use their names"],
         ),
+        (["rollout.stop_token_ids=[2, 99]"], ["has 99, and the student's ids are 0 to 28: correct it"]),
+        (["rollout.stop_token_ids=[-1]"], ["rollout.stop_token_ids has -1, and the student's ids are 0 to"]),
         (["objective.on_policy=0.0", "objective.task={}"], ["objective.on_policy is 0, so there are none"]),
     ],
 )
