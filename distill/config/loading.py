@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -20,7 +22,7 @@ from sync.base import secrets
 from sync.base.errors import ConfigError
 from sync.base.formats import check_format
 from sync.base.own_code import OWN, typed
-from sync.base.settings import ModelSource, Settings
+from sync.base.settings import Holds, Settings
 
 S = TypeVar("S", bound=Settings)
 log = logging.getLogger(__name__)
@@ -46,8 +48,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     An override that gives a section another `type` drops the keys which only the old type knows, and logs
     them. `evaluation = false` and `teachers = false` leave these out. Relative paths are taken from the
-    working directory and come back absolute; `run.code_folder` is the file's folder unless it is set. Raises
-    ConfigError.
+    working directory and come back absolute, with `~` and variables of the environment filled in;
+    `run.code_folder` is the file's folder unless it is set. Raises ConfigError.
     """
     return located(read(path, overrides), path)
 
@@ -62,7 +64,7 @@ def located(raw: Mapping[str, Any], path: Path) -> RunConfig:
 def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The tables of a file with overrides over it, not checked. Raises ConfigError."""
     try:
-        raw = _of_run_dir(path) if path.is_dir() else tomllib.loads(path.read_text())
+        raw = _of_run_dir(path) if path.is_dir() else tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigError(
             f"configuration {path} cannot be read ({error.strerror}): name an existing TOML file"
@@ -137,9 +139,17 @@ def validate(raw: Mapping[str, Any], source: str) -> RunConfig:
     return _absolute(config)
 
 
+_OF_PYTHON: Final = ("True", "False", "None", "null")
+
+
 def parse_override(text: str) -> dict[str, Any]:
     """The nested table that "a.b=value" stands for; a value that is no TOML is a string."""
     key, equals, value = text.partition("=")
+    if value.strip() in _OF_PYTHON:
+        raise ConfigError(
+            f"--set {text!r}: TOML writes true and false, and has no value for none: write it so, leave the "
+            "key out, or give a text in quotes"
+        )
     problem: Exception | None = None
     for literal in (value, json.dumps(value)) if equals else ():
         try:
@@ -240,16 +250,28 @@ def _walk(place: Sequence[str]) -> tuple[list[str], list[type[Settings]]]:
 
 
 def _absolute(settings: S) -> S:
-    """The same settings with every path, and every model that is a folder here, absolute."""
+    """The same settings with every path written out and absolute, those too that may be an id of the Hub and
+    are here."""
     changed: dict[str, Any] = {}
-    for name in type(settings).model_fields:
+    for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
         if isinstance(value, Path):
-            changed[name] = value.absolute()
+            changed[name] = Path(_written_out(name, str(value))).absolute()
+        elif isinstance(value, str) and any(isinstance(item, Holds) for item in field.metadata):
+            path = _written_out(name, value)
+            changed[name] = os.path.abspath(path) if os.path.exists(path) else path
         elif isinstance(value, Settings):
             changed[name] = _absolute(value)
         elif isinstance(value, dict) and value and all(isinstance(v, Settings) for v in value.values()):
             changed[name] = {key: _absolute(item) for key, item in value.items()}
-    if isinstance(settings, ModelSource) and Path(settings.path).is_dir():
-        changed["path"] = str(Path(settings.path).absolute())
     return settings.model_copy(update=changed)
+
+
+def _written_out(key: str, path: str) -> str:
+    """A path with `~` and variables of the environment filled in. Raises ConfigError where that fails."""
+    text = os.path.expanduser(os.path.expandvars(path))
+    if text.startswith("~") or re.search(r"\$(\w|\{)", text):
+        raise ConfigError(
+            f"{key} = {path!r:.80} names a variable or user that is not known here: write it out"
+        )
+    return text

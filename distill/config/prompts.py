@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sync.base.settings import Content, Fixed, Holds, Live, Name, Settings
+from sync.base.settings import Content, Fixed, Holds, Live, Name, Settings, TemplateVariables
 
 
 class _Rewarded(Settings):
@@ -41,17 +41,17 @@ class RowPrompts(_Rewarded):
     """Field of the reference answer, which `reward_fn` reads; None: there are none."""
     reward_fn: Fixed[str | None] = None
     """Reward of a completion, for `objective.task` and, from `pass_threshold` on, the pass rate. "exact": 1
-    when it equals the answer; "contains": 1 when the answer occurs in it as whole words; "number": 1 when
-    both end on the same number; "math": 1 when math-verify finds its final answer equal (extra `math`);
-    "package.module:function": what function(prompt, completion) returns, a bool or a finite number, or a
-    pair of that and the answer as text for maj@k, from `prompt.answer`, `prompt.text` and the completion's
-    text, or a name that an installed package registers for one. It runs in processes of its own. None: no
-    reward and no pass rate."""
+    when it equals the answer; "contains": 1 when the answer occurs in it as whole words; "number": 1
+    when both end on the same decimal number (none ends on 1/2 or 3:45); "math": 1 when math-verify
+    finds its final answer equal (extra `math`); "package.module:function": what function(prompt,
+    completion) returns, a bool or a finite number, or a pair of that and the answer as text for maj@k,
+    from `prompt.answer`, `prompt.text` and the completion's text, or a name that an installed package
+    registers for one. It runs in processes of its own. None: no reward and no pass rate."""
     reward_timeout_seconds: Live[float] = Field(10.0, gt=0)
     """Time limit of `reward_fn` for one completion; one that exceeds it costs the completion."""
     template: Content[Literal["chat", "plain"]] = "chat"
     """chat: apply the student's chat template, once. plain: take the text as it is."""
-    chat_template_kwargs: Content[dict[str, Any]] = {}
+    chat_template_kwargs: Content[TemplateVariables] = {}
     """Further variables of the chat template, such as {enable_thinking = false}; one that it does not read is
     refused."""
     system_prompt: Content[str | None] = None

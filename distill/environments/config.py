@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from sync.base.settings import Fixed, Live, ModelSource, Placement, Settings
+from sync.base.settings import Fixed, Live, ModelSource, Placement, Settings, TemplateVariables
 
 
 class EnvironmentConfig(Placement):
@@ -20,7 +20,7 @@ class EnvironmentConfig(Placement):
     package."""
     options: Fixed[dict[str, Any]] = {}
     """python: keyword arguments of the function. verifiers: further fields of its configuration."""
-    chat_template_kwargs: Fixed[dict[str, Any]] = {}
+    chat_template_kwargs: Fixed[TemplateVariables] = {}
     """Variables of the chat template, such as {"enable_thinking": false}."""
     python: Live[Path | None] = None
     """Interpreter of a virtual environment that has the environment's packages (`make environments`); None:

@@ -17,7 +17,8 @@ from sync.base.settings import Settings
 from sync.wire import Want
 
 Cap = Annotated[
-    Annotated[float, Field(gt=0)] | None, AfterValidator(lambda cap: None if cap == math.inf else cap)
+    Annotated[float, Field(gt=0, allow_inf_nan=True)] | None,
+    AfterValidator(lambda cap: None if cap == math.inf else cap),
 ]
 """TOML has no None: inf is another way to write it."""
 

@@ -65,8 +65,23 @@ class Settings(BaseModel):
     """A section of a configuration file."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
     )
+
+
+def _no_quoted_truth(variables: dict[str, Any]) -> dict[str, Any]:
+    for name, value in variables.items():
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            raise ValueError(f"{name} = {value!r}: every text is true to a template: write {value.lower()}")
+    return variables
+
+
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_no_quoted_truth)]
+"""Variables of a chat template by name."""
 
 
 class ModelSource(Settings):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_config import LEAST, make_config
 
-from distill.config.loading import load, load_run_dir, merge, parse_override, retyped, validate
+from distill.config.loading import load, load_run_dir, merge, parse_override, read, retyped, validate
 from sync.base.errors import ConfigError
 
 
@@ -86,6 +86,12 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one_or_all(
             "gpu_memory_utilization = 'high': memory is computed with it: write a share above 0, at most 1",
         ),
         ("student.engine_args={gpu-memory-utilization=1.5}", "1.5: memory is computed with it: write a"),
+        ("trainer.lr=inf", "trainer.lr = inf: input should be a finite number"),
+        ("objective.coefficient=nan", "objective.coefficient = nan: input should be"),
+        (
+            'prompts={type="jsonl",path="p",chat_template_kwargs={enable_thinking="False"}}',
+            "enable_thinking = 'False': every text is true to a template: write false",
+        ),
     ],
 )
 def test_a_wrong_value_is_shown_with_its_rule(override: str, expected: str) -> None:
@@ -148,6 +154,15 @@ def test_an_override_of_one_field_of_deepspeeds_leaves_the_others(key: str) -> N
     assert found == expected
 
 
+@pytest.mark.parametrize("value", ["True", "False", "None", "null"])
+def test_a_value_in_pythons_words_is_refused(value: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"b={value}': TOML writes true and false, and has no value for none"
+    ):
+        parse_override(f"a.b={value}")
+    assert parse_override(f'a.b="{value}"') == {"a": {"b": value}}
+
+
 @pytest.mark.parametrize("text", ["a.b", "=3", "a b c=3"])
 def test_an_override_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"section\.key=value"):
@@ -165,6 +180,33 @@ def test_paths_come_back_absolute_and_folders_too_and_an_evaluation_may_be_left_
     assert config.student.path == str(tmp_path / "s")
     assert config.teachers["t"].path == "t"
     assert validate(LEAST | {"evaluation": False}, "x").evaluation is None
+
+
+def test_paths_are_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    (tmp_path / "m").mkdir()
+    written = {
+        "run": {"folder": "~/runs"},
+        "student": {"path": "~/m", "mirror_folder": "${SCRATCH}/m", "chat_template": "$SCRATCH/t.jinja"},
+        "weights": {"store": {"type": "directory", "path": "~/store"}},
+    }
+    config = validate(merge(LEAST, written), "my.toml")
+    assert config.run.folder == tmp_path / "runs"
+    assert config.student.path == str(tmp_path / "m")
+    assert config.student.mirror_folder == Path("/scratch/m")
+    assert config.student.chat_template == "/scratch/t.jinja"
+    assert config.weights.store.path == tmp_path / "store"
+    for path in ("$NOT_SET/runs", "~nobody-of-that-name/runs"):
+        with pytest.raises(
+            ConfigError, match="names a variable or user that is not known here: write it out"
+        ):
+            validate(merge(LEAST, {"run": {"folder": path}}), "my.toml")
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_bytes(b'\xef\xbb\xbf[run]\r\nname = "x"\r\n')
+    assert read(tmp_path / "my.toml") == {"run": {"name": "x"}}
 
 
 def test_a_file_that_is_missing_or_no_toml_and_a_folder_without_a_run_are_named(tmp_path: Path) -> None:
