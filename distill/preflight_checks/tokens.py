@@ -302,6 +302,25 @@ def _opening_lines(tokenizer: Any, variables: Mapping[str, Any]) -> Iterator[str
     except REFUSALS as error:
         yield f"the chat template takes no question and answer ({type(error).__name__}: {error})"
         return
+    begin = tokenizer.bos_token_id
+    alone, whole = tokenizer("a")["input_ids"], tokenizer(asked, add_special_tokens=False)["input_ids"]
+    if begin is not None and alone[:1] == [begin] != whole[:1]:
+        yield (
+            f"the chat template does not begin with {tokenizer.bos_token!r}, which the tokenizer puts before "
+            "a text: so prompts begin without it"
+        )
+    opened, (header, answer, _) = asked.removeprefix(closed), answered.removeprefix(closed).partition(_ANSWER)
+    plain = asked.startswith(closed) and answered.startswith(closed) and answer
+    if plain and not opened.startswith(header) and not header.startswith(opened):
+        raise DataError(
+            f"the chat template opens the answer with {opened!r}, and in a conversation one begins with "
+            f"{header!r}: name a template in student.chat_template that writes the same"
+        )
+    if plain and opened.strip() == header.strip() and opened != header and opened.strip():
+        yield (
+            f"the chat template opens the answer with {opened!r}, and in a conversation it begins behind "
+            f"{header!r}: the student writes the difference"
+        )
     header, answer, _ = answered.removeprefix(asked).partition(_ANSWER)
     if asked == closed and answered.startswith(asked) and answer and header.strip():
         raise DataError(

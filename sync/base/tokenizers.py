@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from operator import index as as_index
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -52,7 +53,7 @@ def load_tokenizer(source: ModelSource) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
         )
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # of its files, in the words of several libraries
         remedy = (
             "save one beside the model"
             if path.is_dir()
@@ -64,11 +65,28 @@ def load_tokenizer(source: ModelSource) -> Any:
             file = Path(source.chat_template)
             other = file.is_dir() or not (file.is_file() or file.suffix)  # a model, whose template it is
             tokenizer.chat_template = (
-                load_tokenizer(ModelSource(path=str(file))).chat_template if other else file.read_text()
+                load_tokenizer(ModelSource(path=str(file))).chat_template
+                if other
+                else _template(file.read_text("utf-8"), str(file))
             )
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template {source.chat_template!r} cannot be read: {error}") from error
+    elif isinstance(own := tokenizer.chat_template, str) and own:
+        tokenizer.chat_template = _template(own, f"of {source.path}")
     return at_time(tokenizer, source.template_time)
+
+
+def _template(text: str, name: str) -> str:
+    """The text of a chat template. Raises ConfigError for what is none."""
+    if text.lstrip("\ufeff").strip():
+        try:
+            json.loads(text.lstrip("\ufeff"))
+        except (ValueError, RecursionError):
+            return text.lstrip("\ufeff")
+    raise ConfigError(
+        f"chat_template {name} is empty or JSON, and a template is Jinja: write the text of its key "
+        "'chat_template' into a file of its own, or name the model's folder"
+    )
 
 
 def at_time(tokenizer: Any, moment: datetime | None) -> Any:
@@ -240,9 +258,18 @@ def _listed_ends(path: str, revision: str | None = None, **options: bool) -> set
         file = cached_file(
             path, name, revision=revision, _raise_exceptions_for_missing_entries=False, **options
         )
-        listed = json.loads(Path(file).read_text()).get("eos_token_id") if file else None
-        if listed is not None:
-            return {*listed} if isinstance(listed, list) else {int(listed)}
+        try:
+            listed = json.loads(Path(file).read_bytes()).get("eos_token_id") if file else None
+            if listed is not None:
+                ids = {as_index(id_) for id_ in (listed if isinstance(listed, list) else [listed])}
+                if ids and min(ids) < 0:
+                    raise ValueError(f"it is {listed}")
+                return ids
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"{file} has no eos_token_id that can be read ({error}): write an id or a list of ids, or "
+                "download the file anew"
+            ) from None
     return set()
 
 

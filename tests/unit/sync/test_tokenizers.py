@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sync.base.errors import DataError
+from sync.base.errors import ConfigError, DataError
 from sync.base.settings import ModelSource
 from sync.base.tokenizers import (
     agree,
@@ -139,6 +140,21 @@ def test_a_template_is_taken_from_a_model_that_is_named(tmp_path: Path) -> None:
         tokenizer(chat_template=template).save_pretrained(tmp_path / name)
     source = ModelSource(path=str(tmp_path / "base"), chat_template=str(tmp_path / "chat"))
     assert load_tokenizer(source).chat_template == CHAT
+
+
+@pytest.mark.parametrize("content", ["", json.dumps({"chat_template": CHAT})])
+def test_a_template_that_is_empty_or_json_is_refused_and_a_byte_order_mark_is_no_part_of_it(
+    tmp_path: Path, content: str
+) -> None:
+    tokenizer(chat_template=CHAT).save_pretrained(tmp_path / "m")
+    source = ModelSource(path=str(tmp_path / "m"), chat_template=str(tmp_path / "t.jinja"))
+    (tmp_path / "t.jinja").write_text(content)
+    with pytest.raises(ConfigError, match=r"t\.jinja is empty or JSON, and a template is Jinja: write"):
+        load_tokenizer(source)
+    for path in (tmp_path / "t.jinja", tmp_path / "m/chat_template.jinja"):
+        path.write_text("\ufeff" + CHAT)
+    for loaded in (source, ModelSource(path=source.path)):
+        assert load_tokenizer(loaded).chat_template == CHAT
 
 
 def test_a_fingerprint_of_another_kind_differs_in_every_part() -> None:
