@@ -164,17 +164,20 @@ class RewardPool:
             self._serving.append(asyncio.create_task(self._serve(), name="rewards"))
         return await reward
 
-    def check(self, prompt: Prompt) -> None:
-        """Try the function on an empty completion, in an event loop of its own. Raises ConfigError when it
-        fails; a signal ends it at once."""
+    def check(self, prompt: Prompt) -> str:
+        """Try the function on an empty completion and on the reference answer, in an event loop of its own;
+        what it gave, in words. Raises ConfigError when it fails; a signal ends it at once. The pool is of no
+        further use."""
         stop = list[Callable[[], object]]()
+        texts = ["", prompt.answer or "1"]
+        self._source = self._source._replace(read=lambda _, ids: texts[len(ids)])
 
-        async def tried() -> None:
+        async def tried() -> list[Reward]:
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
             assert task is not None, "this is one"
             stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
             try:
-                await self.reward(prompt, [])
+                return [await self.reward(prompt, [0] * place) for place in range(len(texts))]
             finally:
                 stop.clear()
                 await self.close()
@@ -182,12 +185,13 @@ class RewardPool:
         try:
             with ThreadPoolExecutor(1, "rewards") as thread:
                 try:
-                    thread.submit(asyncio.run, tried()).result()
+                    nothing, answer = thread.submit(asyncio.run, tried()).result()
                 finally:
                     for cancelled in stop:
                         cancelled()
         except DataError as error:
-            raise ConfigError(f"{error} (tried with a completion of no tokens)") from error
+            raise ConfigError(f"{error} (tried before the run)") from error
+        return f"the reward of no text is {nothing.value:g}, of the text {texts[1]!r:.60} {answer.value:g}"
 
     async def close(self) -> None:
         """Kill the workers; what is not rewarded yet is cancelled."""
@@ -249,7 +253,9 @@ class RewardPool:
             batch[0].died = str(error)
         elif isinstance(error, _Died):
             job = batch.popleft()
-            job.end(DataError(f"the process of the reward function {error}, twice, for {job}"))
+            job.end(
+                DataError(f"the process of the reward function {error}, twice, for {job}: have it return")
+            )
         elif isinstance(error, TimeoutError):
             job = batch.popleft()
             late = f"took more than {self._seconds:g} s for {job} and was killed: raise"

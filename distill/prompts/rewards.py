@@ -6,6 +6,7 @@ They run in `reward_worker` processes alone, and read the completion's text with
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -58,13 +59,22 @@ class RewardSource(NamedTuple):
 
 RewardFn = Callable[[Prompt, Completion], Reward]
 """Raises DataError where the user's code fails."""
-_NUMBER: Final = re.compile(r"(?:(?<!\w)[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+_NUMBER: Final = re.compile(
+    r"(?:(?<!\w)[-+]\$?)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?"
+)
+_JOINED: Final = re.compile(r"(?:[0-9](?:[^\s0-9=>]{1,3}|[\u00a0\u202f])|\\(?:[dt]?frac|sqrt|log|ln)\{?)$")
+"""What stands before the last number of a fraction, a power, a time, a date, a version, a root."""
+_TIMES: Final = re.compile(r"\s*(?:\\pi|π)")
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last decimal number in a text, with or without thousands separators; None: it has none."""
-    numbers = _NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    """The decimal number that a text ends on, with or without thousands separators and exponent; None: it has
+    none, or its last number is part of something else, such as 1/2 or 3:45."""
+    text = text.replace("\u2212", "-")
+    *_, last = None, *_NUMBER.finditer(text)
+    if last is None or _JOINED.search(text, 0, last.start()) or _TIMES.match(text, last.end()):
+        return None
+    return Decimal(last.group().replace(",", "").replace("$", ""))
 
 
 def exact(prompt: Prompt, completion: str) -> Reward:
@@ -73,8 +83,12 @@ def exact(prompt: Prompt, completion: str) -> Reward:
 
 
 def contains(prompt: Prompt, completion: str) -> bool:
-    """Whether the completion contains the answer with no letter or digit right before or after it."""
-    return re.search(rf"(?<!\w){re.escape((prompt.answer or '').strip())}(?!\w)", completion) is not None
+    """Whether the completion contains the answer with no letter or digit right before or after it, and a
+    number as a whole: 4 is not in 4.5."""
+    answer = (prompt.answer or "").strip()
+    before = r"(?<![0-9][.,])" if answer[:1].isdecimal() else ""
+    behind = r"(?![.,][0-9])" if answer[-1:].isdecimal() else ""
+    return re.search(rf"(?<!\w){before}{re.escape(answer)}{behind}(?!\w)", completion) is not None
 
 
 def number(prompt: Prompt, completion: str) -> Reward:
@@ -142,7 +156,9 @@ def answer_problem(reward_fn: str | None, answer: str) -> str | None:
     if reward_fn in BUILT_IN and not answer.strip():
         return f"the reference answer is empty, and prompts.reward_fn = {reward_fn!r} compares with it"
     if reward_fn == "number" and last_number(answer) is None:
-        return f"the reference answer {answer!r:.80} has no number for prompts.reward_fn = 'number'"
+        return (
+            f"the reference answer {answer!r:.80} ends on no decimal number for prompts.reward_fn = 'number'"
+        )
     return None
 
 
@@ -211,7 +227,25 @@ def load_rewards(prompts: PromptsConfig) -> RewardFn:
     of_text = BUILT_IN.get(name) or load_function(
         name, "prompts.reward_fn", tuple(BUILT_IN), "distill.rewards"
     )
+    if name not in BUILT_IN:
+        _check_order(name, of_text)
     return partial(_reward, f"prompts.reward_fn {name!r}", of_text)
+
+
+_ANSWERS: Final = re.compile("completion|response|solution|output|generat|ground_truth|answer")
+"""What functions for other trainers name their first argument; here it is the prompt."""
+
+
+def _check_order(name: str, function: Callable[..., Any]) -> None:
+    """Raise ConfigError for a function whose first argument is named as if it were the completion."""
+    arguments = list[str]()
+    with suppress(ValueError, TypeError):  # of one that is compiled, without a signature
+        arguments += inspect.signature(function).parameters
+    if arguments and _ANSWERS.search(arguments[0]) and "prompt" not in arguments[0]:
+        raise ConfigError(
+            f"prompts.reward_fn {name!r} takes ({', '.join(arguments)}), and it is called as "
+            "function(prompt, completion), one completion at a time: write it so; prompt.answer is the reference"
+        )
 
 
 def _reward(
@@ -224,7 +258,8 @@ def _reward(
     """
     about = f"prompt {prompt.id}, completion {completion[:80]!r:.80}"
     ours = function in BUILT_IN.values()
-    remedy = "the completion is left out" if ours else "return 0 for completions that it cannot handle"
+    called = "it is called as function(prompt, completion): return 0 for completions that it cannot handle"
+    remedy = "the completion is left out" if ours else called
     with own_code(name, about, remedy):
         returned = function(prompt, completion)
     value, answer = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)

@@ -59,6 +59,14 @@ def rewarded(name: str, answer: str, completion: str) -> Reward:
         ("number", "1,234", "1234 items", "1 and 234"),
         ("number", "-3", "x = -3", "x = 6-3"),
         ("number", "5", "5.0", "none at all"),
+        ("number", "-5", "it is \u22125", "it is 5"),
+        ("number", "-5", "-$5.00", "$5"),
+        ("number", "1e-05", "0.00001", "5"),
+        ("number", "2", "2", "1/2"),
+        ("number", "45", "45 minutes", "at 3:45"),
+        ("number", "72", "<<48+24=72>>72", "72\\pi"),
+        ("contains", "4", "it is 4.", "it is 4.5"),
+        ("contains", "0.5", "0.5, so", "10.5"),
         ("number", "9007199254740993", "9007199254740993", "9007199254740992"),
     ],
 )
@@ -205,6 +213,14 @@ def only_short(prompt: Prompt, completion: str) -> bool:
     return True
 
 
+def half(prompt: Prompt, completion: str) -> np.float32:
+    return np.float32(0.5)
+
+
+def for_other_trainers(solution_str: str, ground_truth: str) -> bool:
+    return ground_truth in solution_str
+
+
 def numpys_answer(prompt: Prompt, completion: str) -> tuple[bool, np.str_]:
     return True, np.str_(completion)
 
@@ -227,7 +243,16 @@ def test_a_function_of_the_users_reads_prompt_and_completion_and_may_return_nump
         (f"{__name__}:too_large_for_fp32", DataError, r"gave 1e\+39 for prompt 1"),
         (f"{__name__}:infinite_in_half", DataError, r"gave np\.float16\(inf\) for prompt 1"),
         (f"{__name__}:half_a_surrogate_pair", DataError, r"gave \(True, '\\ud83d'\) for .* answer as text"),
-        (f"{__name__}:one_argument", DataError, r"raised TypeError"),
+        (
+            f"{__name__}:one_argument",
+            DataError,
+            r"raised TypeError .* called as function\(prompt, completion\)",
+        ),
+        (
+            f"{__name__}:for_other_trainers",
+            ConfigError,
+            r"takes \(solution_str, ground_truth\), and it is called",
+        ),
         (f"{__name__}:later", DataError, r"gave <coroutine"),
     ],
 )
@@ -252,7 +277,21 @@ def test_a_reward_function_that_fails_later_is_named_with_its_input() -> None:
 @pytest.mark.parametrize(
     ("reward_fn", "gold", "message"),
     [
-        ("number", "none", r"prompts\.jsonl:2: the reference answer 'none' has no number"),
+        ("number", "none", r"prompts\.jsonl:2: the reference answer 'none' ends on no decimal number"),
+        *(
+            ("number", gold, r"prompts\.jsonl:2: the reference answer .* ends on no decimal number")
+            for gold in (
+                "1/2",
+                "10^5",
+                "2026-11-01",
+                "1,5",
+                "1.2.3",
+                "\\frac12",
+                "\\sqrt{2}",
+                "5\\pi",
+                "1{,}234",
+            )
+        ),
         ("contains", " ", r"prompts\.jsonl:2: the reference answer is empty"),
     ],
 )
@@ -411,8 +450,18 @@ async def test_a_completion_that_cannot_be_read_costs_itself_alone(tmp_path: Pat
 
 
 def test_a_function_is_tried_before_a_run_in_another_process(pool: RewardPool) -> None:
-    with pytest.raises(ConfigError, match=r"raised KeyError .*\(tried with a completion of no tokens\)"):
+    with pytest.raises(ConfigError, match=r"raised KeyError .*\(tried before the run\)"):
         pool.check(asking("raise"))
+
+
+def test_a_function_is_tried_on_no_text_and_on_the_reference(tmp_path: Path) -> None:
+    def check(function: str) -> str:
+        prompts = JsonlPrompts(type="jsonl", path=Path("p"), reward_fn=f"{__name__}:{function}")
+        return RewardPool(reward_source(prompts, letter_tokenizer())).check(asking("abc"))
+
+    assert check("length_of_answer") == "the reward of no text is 3, of the text 'abc' 2.25"
+    with pytest.raises(ConfigError, match=r"raised KeyError \('long'\) .*\(tried before the run\)"):
+        check("only_short")
 
 
 def test_a_signal_ends_the_trial_of_a_function_that_hangs(pool: RewardPool) -> None:
