@@ -132,8 +132,8 @@ def misfit(source: ModelSource) -> str | None:
     ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
     names = [name for name, value in model.named_parameters() if any(value is end for end in ends)]
     if model.config.get_text_config().tie_word_embeddings and len(names) == 2 and {*names} <= {*tensors}:
-        one, other = (bits[name] for bits in [checkpoint.bits(tensors)] for name in names)
-        if not np.array_equal(one, other):
+        bits = checkpoint.bits({name: tensors[name] for name in names})
+        if not np.array_equal(bits[names[0]], bits[names[1]]):
             return (
                 f"config.json has tie_word_embeddings, and {' and '.join(names)} differ: vLLM would take the "
                 "first for both, the trainer each: set it to false, or remove the second"

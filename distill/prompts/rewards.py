@@ -244,7 +244,8 @@ def _check_order(name: str, function: Callable[..., Any]) -> None:
     if arguments and _ANSWERS.search(arguments[0]) and "prompt" not in arguments[0]:
         raise ConfigError(
             f"prompts.reward_fn {name!r} takes ({', '.join(arguments)}), and it is called as "
-            "function(prompt, completion), one completion at a time: write it so; prompt.answer is the reference"
+            "function(prompt, completion), one completion at a time: write it so; prompt.answer is the "
+            "reference"
         )
 
 

@@ -31,6 +31,13 @@ _OURS: Final = ("messages", "add_generation_prompt")
 """Variables of a chat template that the encoder sets itself."""
 REFUSALS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 """What a template may raise for messages that it does not take."""
+_RENDERED: Final = re.compile(r"\s*(?:(?:<s>|<bos>)?\s*\[INST\]|<start_of_turn>|<\||<\uff5c)")
+"""How a chat begins that a template of some family has rendered."""
+_OPEN: Final = re.compile(r"(?:\b(?:Assistant|ASSISTANT|AI)|### Response):\s*$")
+"""How a text ends that leaves the next turn to the assistant by itself."""
+_MARK: Final = "\u2603{}\u2603"
+"""Stands for a message's content where a template is tried."""
+_SHOWN_FIELDS: Final = 8
 _CHECKED = ("system", "developer", "user", "tool")
 """Roles whose content a template must write; it may shorten the assistant's, such as its reasoning."""
 
@@ -64,6 +71,24 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], kwargs: Mappin
     return ids
 
 
+def check_written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> None:
+    """Raise DataError for a template that does not write the content of every one of such messages once."""
+    marked = [{**message, "content": _MARK.format(place)} for place, message in enumerate(messages)]
+    try:
+        text = rendered(tokenizer, marked, kwargs)
+    except REFUSALS:  # it reads contents, such as those of tools; those of the row it has taken
+        return
+    for message in marked:
+        count = text.count(message["content"])
+        if count != 1 and not message.get("tool_calls"):
+            roles = ", ".join(other["role"] for other in messages)
+            raise DataError(
+                f"of messages of roles {roles} the chat template writes what the message of role "
+                f"{message['role']!r} says {count} times: change the row, or name another template in "
+                "student.chat_template"
+            )
+
+
 def rendered(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any], opened: bool = True
 ) -> str:
@@ -80,12 +105,23 @@ def control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 
+def unknown_id(tokenizer: Any) -> int | None:
+    """Id of what the tokenizer has no token for; None: none, or it has another meaning too."""
+    id_, *others = (getattr(tokenizer, f"{name}_token_id", None) for name in ("unk", "bos", "eos", "pad"))
+    return None if id_ in others else id_
+
+
 def check_not_rendered(text: str, control: re.Pattern[str] | None) -> None:
     """Raise DataError for a text that is a chat already, so that a template would wrap it once more."""
     if control is not None and (begins := control.match(text.lstrip())) and begins.group() != text.strip():
         raise DataError(
             f"the text begins with the control token {begins.group()!r}, as a chat does that a template has "
             'rendered already: set template = "plain" in [prompts], or give its messages'
+        )
+    if begins := _RENDERED.match(text):
+        raise DataError(
+            f"the text begins with {text[: begins.end() + 20]!r}, as a chat of another family does that a "
+            "template has rendered already: give its messages"
         )
 
 
@@ -145,10 +181,17 @@ def row_encoder(tokenizer: Any, config: RowsConfig) -> Encode:
                 "read, or which is set from the prompt: leave it out, or correct its name"
             )
 
+    written = set[tuple[tuple[str, ...], ...]]()
+
     def chat(prompt: str | list[Any]) -> Sequence[int]:
         if isinstance(prompt := listed(prompt), str):
             check_not_rendered(prompt, control)
-        return render(tokenizer, conversation(prompt, config, template), kwargs)
+        messages = conversation(prompt, config, template)
+        ids = render(tokenizer, messages, kwargs)
+        if (kind := tuple((message["role"], *sorted(message)) for message in messages)) not in written:
+            check_written(tokenizer, messages, kwargs)
+            written.add(kind)
+        return ids
 
     return chat
 
@@ -194,6 +237,12 @@ class RowReader:
     """Finds control tokens, which rows are not expected to hold."""
     noticed: Counter[str] = field(default_factory=Counter)
     """What is odd about rows that are used → rows."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """Field of rows, or key of their messages, that nothing reads → rows."""
+    template: str = ""
+    """The student's chat template, which reads keys of messages."""
+    unknown: int | None = None
+    """Id that stands for what the tokenizer has no token for."""
     kept_for: str | None = None
     """The student's chat template, where prompts keep their messages (`Prompt.messages`); None: they do
     not."""
@@ -263,8 +312,11 @@ class RowReader:
                 "alone, or within \\boxed{}"
             ] += 1
         chat = config.template == "chat"
-        if chat and row.fields.get("tools"):
-            self.noticed["have a field 'tools', which no prompt shows"] += 1
+        self.unread.update(self._unread(row, value))
+        if self.unknown in ids:
+            self.noticed["hold characters that the tokenizer has no token for"] += 1
+        if chat and isinstance(value, str) and _OPEN.search(value):
+            self.noticed["end as a chat does that was rendered already, and are a user's turn here"] += 1
         if chat and self.control and (token := self.control.search(_all_text(value))):
             self.noticed[f"hold a control token in their text, such as {token.group()!r}"] += 1
         text, messages = value if isinstance(value, str) else "", ""
@@ -276,7 +328,23 @@ class RowReader:
     def notes(self) -> tuple[str, ...]:
         """What was dropped, and what is odd, in words."""
         odd = [f"prompts: {rows:,} rows of {self.config.path} {what}" for what, rows in self.noticed.items()]
+        if self.unread:
+            shown = self.unread.most_common(_SHOWN_FIELDS)
+            named = ", ".join(f"{name} ({rows:,} of {self.read:,} rows)" for name, rows in shown)
+            more = f" and {len(self.unread) - len(shown)} more" if len(self.unread) > len(shown) else ""
+            odd.append(f"prompts: nothing reads these of {self.config.path}: {named}{more}")
         return (*([self.note] if self.note else []), *odd)
+
+    def _unread(self, row: Row, value: Any) -> set[str]:
+        """Names of what a row holds and nothing reads."""
+        read = (self.config.field, self.config.source_field, self.config.answer_field)
+        names = {repr(name) for name, content in row.fields.items() if content and name not in read}
+        keys = {key for message in value for key in message if message[key]} if _is_chat(value) else set()
+        return names | {
+            f"{key!r} of messages"
+            for key in keys - _READ
+            if not re.search(rf"\b{re.escape(str(key))}\b", self.template)
+        }
 
     @property
     def note(self) -> str | None:
@@ -304,6 +372,14 @@ class RowReader:
                 f"{place}: chat template or tokenizer refuse {value!r:.80} ({kind}: {error}): "
                 "change the row, or name another template in student.chat_template"
             ) from None
+
+
+_READ: Final = {"role", "content", "from", "value", "tool_calls"}
+"""Keys of messages that are read whatever the template."""
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(message, Mapping) for message in value)
 
 
 def _all_text(value: Any) -> str:
@@ -342,11 +418,13 @@ def _answer(row: Row, config: RowsConfig) -> str:
     no_text = no_text or not isinstance(value, str | int | float | Decimal | None)
     if isinstance(value, bool) and isinstance(config, DatasetPrompts):
         no_text = True
-    if config.reward_fn in ("exact", "contains") and no_text and not isinstance(value, Collection):
+    compared = config.reward_fn in ("exact", "contains") or not isinstance(value, bool | float)
+    if compared and no_text and not isinstance(value, Collection):
         raise DataError(
             f"{row.place}: field {name!r} is {value!r:.40} of type {type(value).__name__}, whose text is not "
-            f"known (a column of whole numbers with gaps becomes floats), and {config.reward_fn!r} compares "
-            'texts: write the answers as texts, or compare numbers with reward_fn = "number"'
+            "known (a column of whole numbers with gaps becomes floats, one of dates in JSON becomes times): "
+            'write the answers as texts, read them from JSON Lines with prompts.type = "jsonl", or compare '
+            'numbers with reward_fn = "number"'
         )
     return _text(row, name)
 
@@ -390,10 +468,12 @@ def jsonl_rows(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.strip(), parse_float=WrittenFloat)
-            except ValueError as error:  # malformed JSON, or bytes that are no UTF-8
+                text = line.decode("utf-8-sig").strip()
+                row = json.loads(text, parse_float=WrittenFloat, object_pairs_hook=_fields)
+            except (ValueError, RecursionError) as error:  # malformed JSON, or bytes that are no UTF-8
                 raise DataError(
-                    f"{path}:{number}: not JSON ({error}): write one JSON object a line"
+                    f"{path}:{number}: not JSON ({error}): write one JSON object a line, in UTF-8; a folder "
+                    'of Parquet, Arrow, CSV or compressed files is read by prompts.type = "dataset"'
                 ) from None
             if not isinstance(row, dict):
                 raise DataError(
@@ -402,11 +482,24 @@ def jsonl_rows(path: Path) -> Iterator[Row]:
             yield Row(f"{path}:{number}", str(number), row)
 
 
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError where it has a key twice."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError(f"an object has a key twice, its keys are {[key for key, _ in pairs]!s:.80}")
+    return fields
+
+
 def open_dataset(config: DatasetPrompts) -> Any:
     """A `datasets.Dataset`, or an IterableDataset with `stream_rows`. Raises DataError that names it."""
     from datasets import load_dataset, load_dataset_builder
     from datasets.exceptions import DatasetsError
 
+    if Path(config.path).is_file():
+        raise DataError(
+            f"prompts.path {config.path} is a file: name the folder that holds it, or set prompts.type = "
+            '"jsonl" for JSON Lines'
+        )
     if config.path.count("/") == 1:  # other names may be those of builders
         check_reachable(config.path, config.revision, "dataset")
     streaming = config.stream_rows is not None
@@ -416,7 +509,7 @@ def open_dataset(config: DatasetPrompts) -> Any:
         as_text: dict[str, Any] = {}
         if builder.name == "csv":  # else 007 is 7, and NA is null
             as_text = {"converters": text, "keep_default_na": False, "na_values": [""]}
-        return load_dataset(
+        dataset = load_dataset(
             config.path,
             config.name,
             split=config.split,
@@ -429,6 +522,13 @@ def open_dataset(config: DatasetPrompts) -> Any:
             f"dataset {config.path!r} (name {config.name!r}, split {config.split!r}) cannot be loaded "
             f"({error.__cause__ or error}): correct prompts.path, name, split or revision"
         ) from error
+    for name in text:
+        if labels := getattr((dataset.features or {}).get(name), "names", None):
+            raise DataError(
+                f"dataset {config.path!r}: field {name!r} holds numbers, which stand for "
+                f"{', '.join(labels):.80}: write these texts in their place"
+            )
+    return dataset
 
 
 def dataset_rows(config: DatasetPrompts) -> Iterator[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
 from operator import index as as_index
 from pathlib import Path
@@ -33,8 +33,9 @@ from distill.prompts.rows import (
     plain_ids,
     row_encoder,
     rows_of,
+    unknown_id,
 )
-from distill.prompts.stream import Mixture, Prompt, PromptSource, by_weight
+from distill.prompts.stream import Mixture, Prompt, PromptSource, by_weight, content_of
 from distill.prompts.streaming import Starts, StreamSource, open_stream
 from distill.tasks import Task, TaskPrompt
 from sync.base.errors import ConfigError, DataError
@@ -46,8 +47,8 @@ from sync.wire.checks import ANY_ID
 LARGEST_SHARE = 0.1
 """Share of a table's rows that are held out at most."""
 NOTHING_HELD_OUT = (
-    "no prompt can be held out for evaluation (at most a tenth of the rows is): give 10 rows or more, or set "
-    "evaluation = false"
+    "no prompt can be held out for evaluation (at most a tenth of the different ones is): give 10 rows or "
+    "more, or set evaluation = false"
 )
 SAMPLE = 256
 """Prompts of each side of the split that are read where not all can be."""
@@ -102,9 +103,12 @@ class EnvironmentSource:
         task = self._first + index
         return Prompt(str(task), [], environment=self._environment, task=task)
 
-    def without(self, ids: Set[str]) -> EnvironmentSource:
-        """The tasks behind as many first ones, which are what is held out."""
-        return EnvironmentSource(self._environment, max(self._first, len(ids)))
+    def without(self, prompts: Iterable[Prompt]) -> EnvironmentSource:
+        """The tasks behind as many first ones as are among `prompts`, which are held out."""
+        return EnvironmentSource(self._environment, max(self._first, self._among(prompts)))
+
+    def _among(self, prompts: Iterable[Prompt]) -> int:
+        return len({prompt.task for prompt in prompts if prompt.environment == self._environment})
 
 
 class CountedEnvironmentSource(EnvironmentSource):
@@ -114,8 +118,8 @@ class CountedEnvironmentSource(EnvironmentSource):
         super().__init__(environment, first)
         self._count = count
 
-    def without(self, ids: Set[str]) -> CountedEnvironmentSource:
-        fewer = max(0, len(ids) - self._first)
+    def without(self, prompts: Iterable[Prompt]) -> CountedEnvironmentSource:
+        fewer = max(0, self._among(prompts) - self._first)
         return CountedEnvironmentSource(self._environment, self._first + fewer, self._count - fewer)
 
     def __len__(self) -> int:
@@ -141,9 +145,20 @@ class TableSource:
         part._rows = [self._rows[row] for row in rows]
         return part
 
-    def without(self, ids: Set[str]) -> TableSource:
-        """All rows but these."""
-        return self.subset([row for row in range(len(self)) if self._names[self._rows[row]][0] not in ids])
+    def without(self, prompts: Iterable[Prompt]) -> TableSource:
+        """All rows but those with one of these prompts."""
+        gone = {content_of(prompt.token_ids) for prompt in prompts}
+        return self.subset([row for row in range(len(self)) if content_of(self._ids(row)) not in gone])
+
+    def distinct(self) -> list[list[int]]:
+        """The rows of every prompt."""
+        rows: dict[bytes, list[int]] = {}
+        for row in range(len(self)):
+            rows.setdefault(content_of(self._ids(row)), []).append(row)
+        return [*rows.values()]
+
+    def _ids(self, row: int) -> np.ndarray:
+        return self._flat[self._ends[self._rows[row]] : self._ends[self._rows[row] + 1]]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -158,10 +173,8 @@ class TableSource:
         return max(self._ends[row + 1] - self._ends[row] for row in self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
-        row = self._rows[index]
-        name, source, answer, text, messages = self._names[row]
-        ids = self._flat[self._ends[row] : self._ends[row + 1]].tolist()
-        return Prompt(name, ids, source, answer, text, messages=messages)
+        name, source, answer, text, messages = self._names[self._rows[index]]
+        return Prompt(name, self._ids(index).tolist(), source, answer, text, messages=messages)
 
 
 # --- training and held-out prompts
@@ -280,8 +293,16 @@ def _open(
         held_out = source.checked(held_out_count, tokenizer, longest)
         return PromptSplit(source, held_out, rewards)
     control = control_tokens(tokenizer)
-    template = str(tokenizer.chat_template) if config.by_text else None  # it is rendered again
-    reader = RowReader(prompts, row_encoder(tokenizer, prompts), longest, control=control, kept_for=template)
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    reader = RowReader(
+        prompts,
+        row_encoder(tokenizer, prompts),
+        longest,
+        control=control,
+        template=template,
+        unknown=unknown_id(tokenizer),
+        kept_for=template if config.by_text else None,  # it is rendered again
+    )
     if isinstance(prompts, DatasetPrompts) and prompts.stream_rows is not None:
         stream, held_out = open_stream(prompts, reader, config.run.seed, held_out_count, LARGEST_SHARE)
         split = PromptSplit(stream, held_out, rewards)
@@ -294,8 +315,9 @@ def _open(
             )
         split = split_table(table, held_out_count, config.run.seed, rewards)
     if rewards is not None and prompts.reward_fn not in BUILT_IN:
-        RewardPool(rewards).check((split.held_out or [split.train[0]])[0])
-    return split._replace(notes=reader.notes)
+        line = RewardPool(rewards).check((split.held_out or [split.train[0]])[0])
+        split = split._replace(notes=(*split.notes, f"prompts: {line}"))
+    return split._replace(notes=(*reader.notes, *split.notes))
 
 
 def _mixed(config: RunConfig, prompts: MixturePrompts, splits: dict[str, PromptSplit]) -> PromptSplit:
@@ -320,30 +342,37 @@ def _mixed(config: RunConfig, prompts: MixturePrompts, splits: dict[str, PromptS
 
 
 def _hold_out_together(prompts: MixturePrompts, splits: dict[str, PromptSplit]) -> None:
-    """Parts that read the same rows or tasks train on none that another of them holds out.
+    """Parts train on no prompt and no task that another of them holds out. Raises ConfigError for one that
+    has no other.
 
     Tasks that are generated hold theirs out by what they ask.
     """
-    readers: dict[tuple[Any, ...], list[str]] = {}
+    held_out = [prompt for split in splits.values() for prompt in split.held_out]
     for name, part in prompts.parts.items():
         if not isinstance(part, TaskPrompts):
-            fields = ("type", "path", "name", "split", "revision", "environment")
-            readers.setdefault(tuple(getattr(part, field, None) for field in fields), []).append(name)
-    for names in readers.values():
-        held_out = {prompt.id for name in names for prompt in splits[name].held_out}
-        for name in names if len(names) > 1 else ():
             source: Any = splits[name].train
             splits[name] = splits[name]._replace(train=source.without(held_out))
+            if isinstance(train := splits[name].train, Sized) and not len(train):
+                raise ConfigError(
+                    f"prompts.parts.{name}: another part holds out all of its prompts: give it more rows, or "
+                    "lower evaluation.prompts"
+                )
 
 
 def split_table(
     table: TableSource, held_out_count: int, seed: int, rewards: RewardSource | None = None
 ) -> PromptSplit:
-    """Hold out as many rows, at most a tenth; which ones depends on the seed and the number of rows."""
-    order = np.random.default_rng(seed).permutation(len(table))
-    count = min(held_out_count, int(len(table) * LARGEST_SHARE))
-    held_out = [table[row] for row in sorted(order[:count].tolist())]
-    return PromptSplit(table.subset(sorted(order[count:].tolist())), held_out, rewards)
+    """Hold out as many prompts, at most a tenth, with all of their rows; which ones depends on the seed and
+    the number of prompts."""
+    prompts = table.distinct()
+    order = np.random.default_rng(seed).permutation(len(prompts)).tolist()
+    count = min(held_out_count, int(len(prompts) * LARGEST_SHARE))
+    held_out = [table[prompts[place][0]] for place in sorted(order[:count])]
+    train = sorted(row for place in order[count:] for row in prompts[place])
+    notes = (
+        () if len(prompts) == len(table) else (f"prompts: {len(table):,} rows hold {len(prompts):,} prompts",)
+    )
+    return PromptSplit(table.subset(train), held_out, rewards, notes=notes)
 
 
 # --- how long they may be
@@ -363,26 +392,39 @@ def model_config(source: ModelSource) -> Any:
         return AutoConfig.from_pretrained(
             source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the config of model {source.path!r} cannot be read: {error}") from None
+    except Exception as error:  # noqa: BLE001 - of its own code, or of the checks of three libraries
+        raise ConfigError(
+            f"the config of model {source.path!r} cannot be read ({error}): correct its config.json, or name "
+            "another model"
+        ) from None
+
+
+def positions(source: ModelSource, key: str, limit: int | None = None) -> int:
+    """Longest sequence of a model: its own limit, or `limit`, the value of `key`, when that is less.
+
+    Raises ConfigError where neither is known.
+    """
+    known = getattr(text_config(source), "max_position_embeddings", None) or limit
+    if known is None:
+        raise ConfigError(f"the config of model {source.path!r} names no longest sequence: set {key}")
+    return min(int(known), limit or int(known))
 
 
 def student_limit(config: RunConfig) -> int:
     """Longest sequence of a replica: the model's own limit, or max-model-len when that is less."""
-    positions = int(text_config(config.student).max_position_embeddings)
-    limit = config.student.flags().get("max-model-len", positions)
+    limit = config.student.flags().get("max-model-len", 0)
     if not isinstance(limit, int):
         raise ConfigError(
             f"student.engine_args has max-model-len = {limit!r}, and prompts are measured against it: write "
             "the number of tokens"
         )
-    return min(positions, limit) if limit > 0 else positions
+    return positions(config.student, "student.engine_args.max-model-len", limit if limit > 0 else None)
 
 
 def longest_sequence(config: RunConfig) -> int:
     """Tokens of prompt and completion that the student, its replicas and every local teacher take."""
     limits = [student_limit(config)]
-    for teacher in config.teachers.values():
+    for name, teacher in config.teachers.items():
         if not teacher.urls and teacher.prompt_transform is None:
-            limits.append(teacher.max_length or int(text_config(teacher).max_position_embeddings))
+            limits.append(teacher.max_length or positions(teacher, f"teachers.{name}.max_length"))
     return min(limits)

@@ -38,6 +38,11 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     renders them by its own template; empty: none does, or there are none."""
 
 
+def content_of(token_ids: Sequence[int] | np.ndarray) -> bytes:
+    """What two rows have in common that are one prompt, whatever their ids and answers."""
+    return np.asarray(token_ids, "i4").tobytes()
+
+
 def group_of(prompt: str) -> str:
     """What the ids of all completions of one prompt have in common: "epoch:row" of "epoch:row:copy"."""
     return prompt.rpartition(":")[0]

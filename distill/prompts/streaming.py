@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from distill.config.prompts import DatasetPrompts
 from distill.prompts.rows import Row, RowReader, dataset_rows, open_dataset
-from distill.prompts.stream import Prompt
+from distill.prompts.stream import Prompt, content_of
 from sync.base import durable
 from sync.base.decoding import json_decoder
 from sync.base.errors import ConfigError, DataError
@@ -79,9 +79,9 @@ class StreamSource:
     """Endless prompts by index. Indices rise; one far from those before costs a new search for its block."""
 
     def __init__(
-        self, config: DatasetPrompts, reader: RowReader, seed: int, held_out: frozenset[int]
+        self, config: DatasetPrompts, reader: RowReader, seed: int, held_out: frozenset[bytes]
     ) -> None:
-        """`held_out`: numbers of the rows that no pass gives out."""
+        """`held_out`: `content_of` the prompts that no pass gives out."""
         assert config.stream_rows is not None, "a dataset without it is read whole"
         self._config, self._reader, self._seed, self._held_out = config, reader, seed, held_out
         self._size = config.stream_rows
@@ -107,9 +107,9 @@ class StreamSource:
         settings = self._config.model_dump_json(), self._seed, sorted(self._held_out), self._reader.longest
         return blake3(msgspec.json.encode([FORMAT, *settings])).hexdigest()
 
-    def without(self, ids: Iterable[str]) -> StreamSource:
-        """This stream, which never gives out these rows either; before the first prompt is asked for."""
-        self._held_out |= frozenset(map(int, ids))
+    def without(self, prompts: Iterable[Prompt]) -> StreamSource:
+        """This stream, which never gives out these prompts either; before the first one is asked for."""
+        self._held_out |= {content_of(prompt.token_ids) for prompt in prompts}
         return self
 
     def keep(self, path: Path, saved: Starts | None) -> None:
@@ -192,7 +192,7 @@ class StreamSource:
             self._dataset.load_state_dict(start.state)
         self._epoch, self._row, self._given = start.epoch, start.row, start.row > 0
         rows = self._reader.usable(self._numbered(iter(self._dataset)), first=start.row == 0)
-        self._prompts = (prompt for _, prompt in rows)
+        self._prompts = (prompt for _, prompt in rows if content_of(prompt.token_ids) not in self._held_out)
 
     def _numbered(self, rows: Iterator[Any]) -> Iterator[Row]:
         from datasets.exceptions import DatasetsError
@@ -208,8 +208,7 @@ class StreamSource:
                     f"{place} cannot be read ({type(error).__name__}: {error}): resume the run when it can be"
                 ) from error
             self._row += 1
-            if number not in self._held_out:
-                yield Row(place, f"{self._epoch}.{number}", fields)
+            yield Row(place, f"{self._epoch}.{number}", fields)
 
     def _save(self) -> None:
         if self._file is not None and self._file.parent.is_dir():
@@ -235,10 +234,8 @@ def open_stream(
             "resume: name a commit in prompts.revision"
         )
     first = list(islice(reader.usable(dataset_rows(config)), max(FIRST, math.ceil(held_out_count / share))))
-    order = np.random.default_rng(seed).permutation(len(first))[
-        : min(held_out_count, int(len(first) * share))
-    ]
-    held_out = [first[place] for place in sorted(order.tolist())]
-    numbers = frozenset(int(row.name) for row, _ in held_out)
+    prompts = [*{content_of(prompt.token_ids): prompt for _, prompt in reversed(first)}.values()][::-1]
+    order = np.random.default_rng(seed).permutation(len(prompts))
+    held_out = [prompts[place] for place in sorted(order[: min(held_out_count, int(len(prompts) * share))])]
     fresh = replace(reader, read=0, dropped=Counter())
-    return StreamSource(config, fresh, seed, numbers), [prompt for _, prompt in held_out]
+    return StreamSource(config, fresh, seed, frozenset()).without(held_out), held_out

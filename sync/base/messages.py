@@ -22,6 +22,9 @@ _SHAREGPT: Final = {"human": "user", "gpt": "assistant", "system": "system"}
 """What `from` holds in ShareGPT's messages, as a role."""
 _LISTED: Final = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")
 """How a list of messages begins that was written as a text."""
+_WRITTEN: Final = re.compile(r"\s*[\[{\"]")
+"""How a text begins that may be JSON of messages."""
+_KEYS: Final = ({"role", "content"}, {"from", "value"})
 _AS_JSON: Final = re.compile(r"arguments['\"\]]*\s*\|\s*tojson")
 """A template that writes a call's arguments as JSON."""
 
@@ -49,17 +52,31 @@ def content_text(content: Any) -> str:
 
 
 def listed(value: Any) -> Any:
-    """The messages of a text that is a JSON list of them; any other value as it is. Raises DataError for a
-    list of messages in another notation, such as Python's."""
-    if not isinstance(value, str) or not _LISTED.match(value):
+    """The messages of a text that is a JSON list of them; any other value as it is. Raises DataError for
+    messages in another notation, such as Python's, and for JSON of them that is no list."""
+    if not isinstance(value, str) or not _WRITTEN.match(value):
         return value
     try:
-        return json.loads(value)
-    except ValueError:
+        written = json.loads(value)
+    except (ValueError, RecursionError):
+        if not _LISTED.match(value):
+            return value
         raise DataError(
             f"the text {value!r:.80} looks like a list of chat messages, and is not JSON: write it as JSON, "
             "or as a list"
         ) from None
+    inner = listed(written)
+    if isinstance(inner, list) and inner and all(map(_is_message, inner)):
+        return inner
+    if isinstance(inner, Mapping) and (_is_message(inner) or {"messages", "conversations"} & inner.keys()):
+        raise DataError(
+            f"the text {value!r:.80} is JSON of chat messages, and not a list of them: give the list alone"
+        )
+    return value
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(keys <= value.keys() for keys in _KEYS)
 
 
 def checked(messages: Sequence[Any], template: str, drop_answer: bool = False) -> Messages:

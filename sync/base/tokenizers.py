@@ -71,8 +71,8 @@ def load_tokenizer(source: ModelSource) -> Any:
             )
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template {source.chat_template!r} cannot be read: {error}") from error
-    elif isinstance(own := tokenizer.chat_template, str) and own:
-        tokenizer.chat_template = _template(own, f"of {source.path}")
+    elif isinstance(text := tokenizer.chat_template, str) and text:
+        tokenizer.chat_template = _template(text, f"of {source.path}")
     return at_time(tokenizer, source.template_time)
 
 

@@ -134,7 +134,11 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12
             "bytes: it was cut or altered; copy or download it anew",
         ),
         ("model.safetensors", slice(0, 20_000), "cannot be read as safetensors"),
-        ("config.json", {"num_hidden_layers": 9}, "tensors that its weights lack or have in other shapes"),
+        (
+            "config.json",
+            {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
+            "tensors that its weights lack or have in other shapes",
+        ),
         (
             "config.json",
             {"tie_word_embeddings": False},

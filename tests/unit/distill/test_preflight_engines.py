@@ -344,7 +344,7 @@ def test_a_task_term_needs_prompts_that_have_a_reward(tmp_path: Path, models: Pa
     assert preflight.check(configure(models, **sections)).split.rewards is not None
     with pytest.raises(ConfigError, match=r'type "jsonl" have no reward: set prompts\.reward_fn'):
         preflight.check(configure(models, prompts=jsonl(tmp_path, '{"prompt": "abc>"}\n' * 20), **sections))
-    rows = '{"prompt": "abc>", "gold": "a"}\n' * 20
+    rows = "".join(f'{{"prompt": "{letter}>", "gold": "a"}}\n' for letter in "abcdefghijklmnopqrst")
     judged = jsonl(tmp_path, rows, answer_field="gold", reward_fn="exact")
     assert preflight.check(configure(models, prompts=judged, **sections)).split.rewards is not None
 

@@ -213,10 +213,6 @@ def only_short(prompt: Prompt, completion: str) -> bool:
     return True
 
 
-def half(prompt: Prompt, completion: str) -> np.float32:
-    return np.float32(0.5)
-
-
 def for_other_trainers(solution_str: str, ground_truth: str) -> bool:
     return ground_truth in solution_str
 

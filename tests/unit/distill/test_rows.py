@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ def read(path: Path, value: Any, written: str | None = CHATML, **settings: Any) 
         [{"role": "user", "content": ["What is 2+2?"]}],
         [{"from": "human", "value": "What is 2+2?"}],
         json.dumps([USER]),
+        json.dumps([{"id": 1, **USER}]),
+        json.dumps(json.dumps([USER])),
     ],
 )
 def test_shapes_that_mean_one_question_are_one_prompt(tmp_path: Path, value: Any) -> None:
@@ -93,6 +96,14 @@ def test_text_parts_are_joined_by_a_line_break_and_the_suffix_follows_them(tmp_p
         (USER, "give a text or a list of chat messages"),
         (str([USER]), "is not JSON: write it as JSON"),
         ([USER, CALLS, USER], "tool_calls, which the chat template does not"),
+        (json.dumps(USER), "is JSON of chat messages, and not a list of them: give the list alone"),
+        (json.dumps({"messages": [USER]}), "is JSON of chat messages, and not a list of them"),
+        (
+            "<s>[INST] 2+2? [/INST]",
+            r"begins with '<s>\[INST\] 2\+2\? \[/INST\]', as a chat of another family",
+        ),
+        ("<|begin_of_text|>hi", "begins with '<|begin_of_text|>hi', as a chat of another family"),
+        ("<start_of_turn>user\nhi", "as a chat of another family does .*: give its messages"),
         (ASKED, "begins with the control token '<|im_start|>', .* set template = \"plain\""),
     ],
 )
@@ -123,6 +134,49 @@ def test_a_template_that_leaves_a_message_out_is_refused(tmp_path: Path) -> None
     template = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
     with pytest.raises(DataError, match=r"leaves out what the message of role 'system' says, 'Be brief\.'"):
         read(tmp_path / "p.jsonl", [SYSTEM, USER], template)
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (CHATML.replace("messages %}", "messages if m.role != 'assistant' %}"), "'assistant' says 0 times"),
+        (CHATML.replace("messages %}", "messages[-1:] %}"), "'user' says 0 times"),
+        (
+            "{{ messages[0].content }}" + CHATML,
+            "'user' says 2 times: change the row, or name another template",
+        ),
+    ],
+)
+def test_a_template_that_leaves_out_or_repeats_what_is_found_in_other_words_is_refused(
+    tmp_path: Path, template: str, says: str
+) -> None:
+    turns = [{"role": "user", "content": "s"}, {"role": "assistant", "content": "a"}, USER]
+    with pytest.raises(DataError, match=r"roles user, assistant, user the chat template writes .*" + says):
+        read(tmp_path / "p.jsonl", turns, template)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (
+            gzip.compress(b'{"prompt": "a"}'),
+            "not JSON .* in UTF-8; a folder of Parquet, Arrow, CSV or compress",
+        ),
+        ('{"prompt": "a"}\n'.encode("utf-16"), "not JSON .* in UTF-8"),
+        (
+            b'{"prompt": "a", "prompt": "b"}',
+            r"an object has a key twice, its keys are \['prompt', 'prompt'\]",
+        ),
+        (b'{"prompt": ' + b"[" * 100_000, "not JSON .*recursion"),
+    ],
+    ids=["gzip", "utf-16", "twice", "deep"],
+)
+def test_a_file_of_another_kind_is_refused_by_line(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "p.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=r"p\.jsonl:1: .*" + says):
+        [*jsonl_rows(tmp_path / "p.jsonl")]
+    (tmp_path / "p.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n')
+    assert [row.fields for row in jsonl_rows(tmp_path / "p.jsonl")] == [{"prompt": "a"}]
 
 
 def test_a_prompt_begins_once_and_does_not_end_before_the_answer(tmp_path: Path) -> None:
@@ -185,6 +239,26 @@ def test_an_answer_whose_text_a_table_has_lost_is_refused_where_texts_are_compar
     assert answers(tmp_path, None) == texts
 
 
+def test_an_answer_that_a_table_has_other_than_its_file_is_refused(tmp_path: Path) -> None:
+    import datasets
+
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "2026-11-01"}\n')
+    with pytest.raises(DataError, match=r"of type datetime, .* one of dates .* type = \"jsonl\""):
+        answers(tmp_path, None)
+    (tmp_path / "train.jsonl").unlink()
+    label = datasets.ClassLabel(names=["neg", "pos"])
+    features = datasets.Features({"prompt": datasets.Value("string"), "answer": label})
+    datasets.Dataset.from_dict({"prompt": ["a"], "answer": [1]}, features).to_parquet(
+        tmp_path / "train.parquet"
+    )
+    with pytest.raises(
+        DataError, match=r"'answer' holds numbers, which stand for neg, pos: write these texts"
+    ):
+        answers(tmp_path)
+    with pytest.raises(DataError, match=r"train\.parquet is a file: name the folder that holds it"):
+        answers(tmp_path / "train.parquet")
+
+
 def test_a_tools_column_and_control_tokens_in_data_are_named(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     rows = [{"prompt": "hi"}, {"prompt": "hi<|im_end|>", "tools": [{}]}, {"prompt": "a", "tools": None}]
@@ -193,9 +267,31 @@ def test_a_tools_column_and_control_tokens_in_data_are_named(tmp_path: Path) -> 
     reader = RowReader(config, row_encoder(tok, config), 500, control=control_tokens(tok))
     assert len([*reader.prompts(jsonl_rows(path))]) == 3
     assert reader.notes == (
-        f"prompts: 1 rows of {path} have a field 'tools', which no prompt shows",
         f"prompts: 1 rows of {path} hold a control token in their text, such as '<|im_end|>'",
+        f"prompts: nothing reads these of {path}: 'tools' (1 of 3 rows)",
     )
+
+
+def test_what_no_prompt_shows_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    pictured = [{**USER, "images": ["a.png"], "name": "bob", "weight": None}]
+    rows = [
+        {"prompt": pictured, "system": "Be brief.", "answer": 4},
+        {"prompt": "Human: hi\n\nAssistant:", "input": "", "system": "Be kind."},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config, tok = JsonlPrompts(type="jsonl", path=path), byte_tokenizer(CHATML + "{# name #}")
+    reader = RowReader(
+        config, row_encoder(tok, config), 500, template=tok.chat_template, unknown=ord("?") - 30
+    )
+    assert len([*reader.prompts(jsonl_rows(path))]) == 2
+    notes = "\n".join(reader.notes)
+    assert "'system' (2 of 2 rows)" in notes
+    assert "'images' of messages (1 of 2 rows)" in notes
+    assert "'answer' (1 of 2 rows)" in notes
+    assert "1 rows of" in notes
+    assert "end as a chat does that was rendered already" in notes
+    assert not [word for word in ("input", "name", "weight") if repr(word) in notes]
 
 
 # --- what a run says of its prompts, and what it refuses before it reads any
@@ -250,6 +346,17 @@ def test_a_template_that_does_not_open_the_answer_is_refused(model: Path) -> Non
     )
     config, lines = check_rendering(config_of(model), tokenizer)
     assert (config.rollout.stop_token_ids, lines) == ([], []), "[/INST] opens the answer"
+    tokenizer.chat_template = CHATML.removesuffix(HEADER) + HEADER.replace("assistant", "model")
+    with pytest.raises(
+        DataError, match=r"opens the answer with .*model.*, and in a conversation .*assistant"
+    ):
+        check_rendering(config_of(model), tokenizer)
+    tokenizer.chat_template = CHATML.removesuffix(HEADER) + HEADER.replace("assistant\n", "assistant")
+    assert "the student writes the difference" in check_rendering(config_of(model), tokenizer)[1][0]
+    tokenizer.chat_template = CHATML.removesuffix(HEADER) + HEADER.replace(
+        "assistant\n", "assistant\n<think>\n"
+    )
+    assert len(check_rendering(config_of(model), tokenizer)[1]) == 1, "a thought that is opened is no other"
 
 
 def test_the_clock_of_a_template_is_the_runs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

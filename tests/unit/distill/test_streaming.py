@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -270,6 +271,27 @@ def test_parts_that_read_the_same_rows_train_on_none_that_another_holds_out(
     trained = {split.train[index].text for index in range(600)}
     assert held.isdisjoint(trained)
     assert len(trained) > 40
+
+
+@pytest.mark.parametrize("kind", ["file", "stream", "copy"])
+def test_what_is_held_out_is_trained_on_under_no_other_row(tmp_path: Path, kind: str) -> None:
+    """Of a file and a stream with every row ten times, and of a copy of a file in another part."""
+    (tmp_path / "rows").mkdir()
+    path = tmp_path / "rows/train.jsonl"
+    path.write_text("".join(f'{{"prompt": "q{n}"}}\n' for n in range(40)) * (1 if kind == "copy" else 10))
+    plain: dict[str, Any] = {"type": "jsonl", "template": "plain", "path": str(path)}
+    if kind == "stream":
+        plain = {**plain, "type": "dataset", "path": str(path.parent), "stream_rows": 50}
+    if kind == "copy":
+        shutil.copy(path, tmp_path / "copy.jsonl")
+        other = plain | {"path": str(tmp_path / "copy.jsonl")}
+        plain = {"type": "mixture", "parts": {"a": plain, "b": other}}
+    config = make_config(evaluation={"prompts": 4})
+    split = opened_mixture(RunConfig.model_validate(config.model_dump() | {"prompts": plain}))
+    held = [prompt.text for prompt in split.held_out]
+    assert len(held) == (len({*held}) if kind != "copy" else 4) >= 2
+    assert {split.train[index].text for index in range(400 if kind == "stream" else 300)}.isdisjoint(held)
+    assert ("prompts: 400 rows hold 40 prompts" in split.notes) == (kind == "file")
 
 
 def test_parts_of_one_environment_train_on_no_task_that_another_holds_out(tmp_path: Path) -> None:
