@@ -100,11 +100,12 @@ def _quantized_bits(source: ModelSource) -> int | None:
     return max(filter(None, told), default=None)
 
 
-def misfit(source: ModelSource) -> str | None:
+def misfit(source: ModelSource, loads: bool) -> str | None:
     """Why the weights in a folder are not those of the model that its config.json describes; None: they are,
-    or it is only known once they are loaded. Raises SnapshotError for files that were cut."""
+    or it is only known once they are loaded. `loads`: transformers loads them, whose word counts then; vLLM
+    knows models that it does not. Raises SnapshotError for files that were cut."""
     tensors = _tensors(source)
-    if not tensors or quantization(source) or source.trust_remote_code:
+    if not loads or not tensors or quantization(source) or source.trust_remote_code:
         return None
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

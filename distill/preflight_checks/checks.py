@@ -145,10 +145,8 @@ def check_parts(config: RunConfig, sections: Iterable[str]) -> None:
         path = Path(source.path)
         hub_id = source.path.count("/") == 1 and not source.path.startswith((".", "~", "/"))
         if path.is_dir():
-            weights_here = getattr(source, "engine_url", None) is None
-            check_folder(
-                source, f"{section}.path", weights_here and not is_own(getattr(source, "engine", ""))
-            )
+            by_transformers = getattr(source, "engine", "transformers") == "transformers"
+            check_folder(source, f"{section}.path", by_transformers)
         elif "/" in source.path and not hub_id:
             raise ConfigError(
                 f"{section}.path {path} does not exist: name a model folder, or a Hub id such as "
@@ -158,9 +156,9 @@ def check_parts(config: RunConfig, sections: Iterable[str]) -> None:
             check_processor(section)
 
 
-def check_folder(source: ModelSource, key: str, loaded: bool = True) -> None:
+def check_folder(source: ModelSource, key: str, loads: bool = True) -> None:
     """Raise ConfigError for what is no model folder, where loaders would read different weights, and where
-    those are not of the model in config.json. `loaded`: transformers or vLLM load the weights here."""
+    those are not of the model in config.json. `loads`: as of `misfit`."""
     path = Path(source.path)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{key} {path} holds no config.json: name a folder that save_pretrained wrote")
@@ -171,7 +169,7 @@ def check_folder(source: ModelSource, key: str, loaded: bool = True) -> None:
     try:
         if unread := checkpoint.check_weights(path):
             logger.warning("%s %s", key, unread)
-        problem = misfit(source) if loaded else None
+        problem = misfit(source, loads)
     except SnapshotError as error:
         raise ConfigError(f"{key} {error}") from None
     if problem:
