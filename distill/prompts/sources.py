@@ -47,7 +47,7 @@ from sync.wire.checks import ANY_ID
 LARGEST_SHARE = 0.1
 """Share of a table's rows that are held out at most."""
 NOTHING_HELD_OUT = (
-    "no prompt can be held out for evaluation (at most a tenth of the different ones is): give 10 rows or "
+    "no prompt can be held out for evaluation (at most a tenth of the different ones is): give 10 of them or "
     "more, or set evaluation = false"
 )
 SAMPLE = 256

@@ -147,7 +147,10 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     from datasets import Dataset
 
     folder = tmp_path_factory.mktemp("prompts")
-    texts = ["".join("abcdefgh"[(row + i) % 8] for i in range(3 + row % 4)) for row in range(40)]
+    texts = [
+        "".join("abcdefgh"[(row + i) % 8] for i in range(3 + row % 4)) + "abcde"[row // 8]
+        for row in range(40)
+    ]
     chats = [[{"role": "user", "content": text}] for text in texts]
     for name, rows in {"chat": chats, "plain": [f"{text}>" for text in texts]}.items():
         lines = [json.dumps({"prompt": row}) for row in rows]

@@ -243,7 +243,7 @@ def test_an_answer_that_a_table_has_other_than_its_file_is_refused(tmp_path: Pat
     import datasets
 
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "2026-11-01"}\n')
-    with pytest.raises(DataError, match=r"of type datetime, .* one of dates .* type = \"jsonl\""):
+    with pytest.raises(DataError, match=r"of type datetime, .* one of dates .*\.type = \"jsonl\""):
         answers(tmp_path, None)
     (tmp_path / "train.jsonl").unlink()
     label = datasets.ClassLabel(names=["neg", "pos"])
