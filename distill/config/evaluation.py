@@ -41,7 +41,8 @@ class EvaluationSet(Settings):
 class EvaluationConfig(Settings):
     """[evaluation]: reverse KL, and the pass rate where there is a reward, on held-out prompts.
 
-    At most a tenth of a file's or dataset's prompts is held out. `evaluation = false` above all sections: none.
+    At most a tenth of a file's or dataset's prompts is held out. `evaluation = false` above all sections:
+    none.
     """
 
     every: Live[int] = Field(0, ge=0)
