@@ -427,11 +427,14 @@ class Concluded(Change, frozen=True):
 
 
 class Covered(Change, frozen=True):
-    """No trainer will request a batch before this step: the oldest kept checkpoint holds them."""
+    """No trainer will request a batch before this step: the oldest kept checkpoint holds them. What is before
+    it is removed, and a trainer that began there would miss them."""
 
     step: int
 
     def apply(self, state: RunState, store: Store) -> None:
+        state.checkpoints = [version for version in state.checkpoints if version.step >= self.step]
+        store.execute("UPDATE checkpoint SET gone = 1 WHERE step < ?", self.step)
         for version in [version for version in state.batches if version.step < self.step]:
             for rollout in state.batches.pop(version).ids:
                 state.where.pop(rollout, None)

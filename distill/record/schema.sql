@@ -74,7 +74,7 @@ CREATE INDEX version_by_step ON version (lineage, step);
 CREATE TABLE applied (at INTEGER PRIMARY KEY, replica TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,
     bytes INTEGER NOT NULL, stage_seconds REAL NOT NULL, pause_seconds REAL NOT NULL, apply_seconds REAL NOT NULL,
     seconds REAL NOT NULL) STRICT;
--- gone: the trainer began from an older one later, so that it is removed or damaged.
+-- gone: removed or damaged, as the trainer began from an older one later, or kept newer ones alone.
 CREATE TABLE checkpoint (at INTEGER PRIMARY KEY, lineage INTEGER NOT NULL, step INTEGER NOT NULL, path TEXT NOT NULL,
     gone INTEGER NOT NULL DEFAULT 0) STRICT;
 -- Back to a checkpoint (NULL: the model folder), never to train on these rollouts (JSON list) again.

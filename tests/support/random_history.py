@@ -76,7 +76,6 @@ class History:
         self.record = opened(folder, rules, store)
         self.applied = Version(0, 0)
         self.trainer: Version | None = None
-        self.saved: list[Version] = []
         self.ledger: dict[int, dict[int, list[str]]] = {}
         """What the trainer knows: lineage → step after → ids."""
         self.restarts = 0
@@ -120,7 +119,7 @@ class History:
         return (self.applied,)
 
     async def hello(self) -> None:
-        kept = [version for version in self.saved[-self.keep :] if self.state.passed(version)]
+        kept = self.state.kept(self.keep)
         back = self.state.rolled_back
         checkpoint = back.to if back else kept[-1] if kept else None
         if kept and not back and self.rng.random() < 0.3:
@@ -195,8 +194,7 @@ class History:
         self.record.drop(list(self.state.pending)[:1], "empty", "nothing came", 0)
 
     async def save(self) -> None:
-        if self.trainer is not None and self.trainer not in self.saved:
-            self.saved.append(self.trainer)
+        if self.trainer is not None and self.trainer not in self.state.checkpoints:
             self.record.write(Checkpointed(self.trainer, "somewhere"))
             await self.record.tidy(self.keep)
 

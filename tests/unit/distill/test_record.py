@@ -78,7 +78,7 @@ def test_a_resume_goes_on_from_what_the_dry_run_says(tmp_path_factory, rules: Ru
     """`checkpoints/latest` names the newest checkpoint of the path, or what the run was rolled back to."""
     folder = tmp_path_factory.mktemp("run")
     history = lived(folder, seed, rules, 80, lambda _: asyncio.sleep(0))
-    kept = [version for version in history.saved if history.state.passed(version)]
+    kept = [version for version in history.state.checkpoints if history.state.passed(version)]
     back = history.state.rolled_back
     newest = back.to if back else kept[-1] if kept else None
     if newest is not None:

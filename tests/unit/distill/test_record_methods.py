@@ -3,195 +3,116 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections import Counter
+from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
+import random_history
 from audited import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_memory import MemoryPrompts
+from random_history import FRESHNESS, GROUPS, KINDS, PLAIN, History, scored
 from recorded import rows_of
 from started import begun
 
 from distill.buffer import Bound, Rules
-from distill.prompts.stream import PromptStream, group_of
-from distill.record.changes import Checkpointed, Dropped, HandedOut, Stepped, VersionPublished
+from distill.prompts.stream import PromptStream
+from distill.record.changes import Checkpointed, Dropped, HandedOut, Stepped
 from distill.record.record import Record
 from distill.record.rollout import Rollout
 from distill.record.store import Store, arrays_path
+from distill.trainer_api.guard import retreat
 from sync.base.errors import ConfigError
-from sync.wire import Scored, Version, VersionSpan, pack
+from sync.wire import Version
 
-BATCH, STALENESS = 3, 2
-PLAIN = Rules(BATCH, Bound(STALENESS, STALENESS))
-FRESHNESS = Rules(BATCH, Bound(1, 4, 1.5))
-GROUPS = Rules(4, Bound(STALENESS, STALENESS), group=2)
-BOTH = Rules(4, Bound(1, 3), group=2)
+BATCH = PLAIN.batch
 MAX_ATTEMPTS = PLAIN.max_attempts
 
 
+OPEN: list[Store] = []
+
+
+@pytest.fixture(autouse=True)
+def _closes() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
 def opened(folder: Path, rules: Rules = PLAIN) -> Record:
-    store = Store(folder, "never", file_bytes=1500, retry_seconds=0.001)
-    prompts = PromptStream(MemoryPrompts(), seed=0, per_prompt=rules.group)
-    return begun(store, prompts, rules)
+    record = random_history.opened(folder, rules)
+    OPEN.append(record.store)
+    return record
 
 
-def rollout(asked: Rollout, *versions: Version) -> Rollout:
-    spans = [VersionSpan(version, i, i + 1) for i, version in enumerate(versions)]
-    values, ids = pack(np.zeros(len(spans), "f4")), pack(np.zeros(len(spans), "i4"))
-    name = asked.id
-    return Rollout(name, asked.number, ids, ids, values, spans, False, "t", Scored(name, values))
+async def reopened(record: Record, rules: Rules = PLAIN) -> Record:
+    """Committed, closed, and opened again."""
+    await record.store.commit()
+    record.store.close()
+    return opened(record.store.folder, rules)
 
 
 def episode(asked: Rollout, version: Version) -> Rollout:
     """Five tokens, two of them an environment's."""
-    return msgspec.structs.replace(rollout(asked, *[version] * 5), own=((0, 2), (4, 5)))
+    return msgspec.structs.replace(scored(asked, *[version] * 5), own=((0, 2), (4, 5)))
 
 
-class Simulation:
-    """A run whose every event is drawn at random; `ledger` is the trainer's own record."""
+class Slow(History):
+    """Completions may begin with a version that was served lately, and kills may tear the arrays."""
 
-    def __init__(self, folder: Path, seed: int, rules: Rules = PLAIN) -> None:
-        self.folder = folder
-        self.rng = random.Random(seed)
-        self.rules = rules
-        self.keep = self.rng.randint(1, 3)
-        """`trainer.keep_checkpoints`."""
-        self.record = opened(folder, rules)
-        self.applied = Version(0, 0)
-        """What the one replica serves."""
+    def __init__(self, folder: Path, seed: int, rules: Rules) -> None:
+        super().__init__(folder, seed, rules)
         self.served = [self.applied]
-        """What it has served lately: a slow completion begins with an older version."""
-        self.trainer: Version | None = None
-        self.saved: list[Version] = []
-        self.ledger: dict[int, dict[int, list[str]]] = {}
 
-    async def event(self) -> None:
-        events = [self.generate, self.generate, self.score, self.score, self.train, self.train, self.follow]
-        if self.rng.random() < 0.08:
-            events = [self.kill_trainer, self.kill_controller, self.lose_prompts, self.drop, self.save]
-        await self.rng.choice(events)()
+    def versions(self) -> tuple[Version, ...]:
+        return self.rng.choice(self.served), self.applied
 
-    async def generate(self) -> None:
-        state = self.record.state
-        room = state.room(self.applied, self.rules.bound.limit)
-        if room:
-            self.record.issue(self.rng.randint(1, room))
-        left = state.step_of(self.applied) + self.rules.bound.limit + 1 - state.next_step
-        assert state.outstanding <= max(0, left * self.rules.batch) or not room
-
-    async def score(self) -> None:
-        asked = list(self.record.state.pending.values())
-        some = self.rng.sample(asked, min(len(asked), self.rng.randint(0, 4)))
-        for one in some:
-            self.record.admit(rollout(one, self.rng.choice(self.served), self.applied))
-
-    async def hello(self) -> None:
-        """Mostly from the newest checkpoint, sometimes from another that is kept."""
-        kept = [one for one in self.saved[-self.keep :] if self.record.state.passed(one)]
-        checkpoint = kept[-1] if kept else None
-        if kept and self.rng.random() < 0.3:
-            checkpoint = self.rng.choice(kept)
-        opening = await self.record.open_lineage(checkpoint, "model")
-        self.trainer = Version(opening.lineage, opening.start)
-        self.ledger[opening.lineage] = {}
-
-    async def train(self) -> None:
-        if self.trainer is None:
-            await self.hello()
-        assert self.trainer is not None
-        batch = self.record.state.batch_of(self.trainer.step)
-        if batch is None:
-            batch = await self.record.form_batch()
-        if batch is None:
-            return
-        rollouts = self.record.rollouts(batch)
-        assert len(rollouts) == self.rules.batch
-        assert set(Counter(group_of(one.id) for one in rollouts).values()) == {self.rules.group}
-        self.trainer = Version(self.trainer.lineage, self.trainer.step + 1)
-        self.ledger[self.trainer.lineage][self.trainer.step] = [one.id for one in rollouts]
-        self.record.write(Stepped(self.trainer))
-        self.record.write(VersionPublished(self.trainer, "delta", 1, 2, 0.1))
+    async def issue(self) -> None:
+        room = self.state.room(self.applied, self.rules.bound.limit)
+        await super().issue()
+        left = self.state.step_of(self.applied) + self.rules.bound.limit + 1 - self.state.next_step
+        assert self.state.outstanding <= max(0, left * self.rules.batch) or not room
 
     async def follow(self) -> None:
-        target = self.record.state.target
-        if target and self.record.state.step_of(target.version) >= self.record.state.step_of(self.applied):
-            self.applied = target.version
-            self.served = [*self.served[-3:], self.applied]
+        await super().follow()
+        self.served = [*self.served[-3:], self.applied]
 
-    async def kill_trainer(self) -> None:
-        self.trainer = None
-
-    async def kill_controller(self) -> None:
-        """SIGKILL: what was not committed is gone; sometimes the tail is torn, too."""
-        await self.record.store.commit()
-        self.record.store.close()
-        self.trainer = None
+    def tear(self) -> None:
         path = arrays_path(self.folder, 0)
         if path.exists():
             with path.open("ab") as file:
                 file.write(b"(\xb5/\xfd\0\0"[: self.rng.randint(0, 6)])
-        before = self.record.state
-        self.record = opened(self.folder, self.rules)
-        after = self.record.state
-        assert (after.cursor, after.counters, after.next_step) == (
-            before.cursor,
-            before.counters,
-            before.next_step,
-        )
-        assert list(after.pending) == list(before.pending)
-        assert list(after.buffer) == list(before.buffer)
-
-    async def lose_prompts(self) -> None:
-        for lost in list(self.record.state.pending.values())[:2]:
-            self.record.requeue(lost, "replica_lost")
-
-    async def drop(self) -> None:
-        self.record.drop(list(self.record.state.pending)[:1], "empty", "nothing came", 0)
-
-    async def save(self) -> None:
-        if self.trainer is None and self.rng.random() < 0.5:  # stopped before its first step
-            await self.hello()
-        if self.trainer is not None and self.trainer not in self.saved:
-            self.saved.append(self.trainer)
-            self.record.write(Checkpointed(self.trainer, "somewhere"))
-            await self.record.store.commit()
-            await self.record.tidy(self.keep)
 
 
-@pytest.mark.parametrize(
-    "rules", [PLAIN, FRESHNESS, GROUPS, BOTH], ids=["plain", "freshness", "groups", "both"]
-)
+@pytest.mark.parametrize("rules", KINDS.values(), ids=KINDS)
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
-def test_any_order_of_events_keeps_the_guarantees(
-    tmp_path_factory: pytest.TempPathFactory, rules: Rules, seed: int
-) -> None:
+def test_any_order_of_events_keeps_the_guarantees(tmp_path_factory, rules: Rules, seed: int) -> None:
     folder = tmp_path_factory.mktemp("run")
 
-    async def live() -> Simulation:
-        simulation = Simulation(folder, seed, rules)
+    async def live() -> Slow:
+        history = Slow(folder, seed, rules)
         for _ in range(250):
-            await simulation.event()
-        await simulation.record.store.commit()
-        simulation.record.store.close()
-        return simulation
+            await history.event()
+        await history.record.store.commit()
+        history.record.store.close()
+        return history
 
-    simulation = asyncio.run(live())
-    report = check(folder, simulation.ledger)
+    history = asyncio.run(live())
+    report = check(folder, history.ledger)
     assert report.ok, report
     assert report.oldest <= rules.bound.hard
     assert report.late == 0 or rules.bound.hard > rules.bound.limit
-    state = simulation.record.state
-    counted = len(state.pending) + len(state.buffer) + sum(state.counters.dropped.values())
-    assert state.counters.issued == counted + state.counters.batched
-    assert report.trained > 0
+    assert report.trained > 0 or report.dropped.get("rolled_back")
+    state, (issued,) = history.state, rows_of(folder, "SELECT sum(NOT continues) FROM rollout")
+    statuses = dict(rows_of(folder, "SELECT status, count(*) FROM rollout GROUP BY status"))
+    assert issued == state.counters.issued
+    assert statuses.get("dropped", 0) == state.counters.dropped.total()
+    assert statuses.get("pending", 0) + statuses.get("buffered", 0) == state.outstanding
 
 
 async def trained(folder: Path, steps: int, *saved_at: int, keep: int = 3) -> Record:
@@ -199,13 +120,18 @@ async def trained(folder: Path, steps: int, *saved_at: int, keep: int = 3) -> Re
     record = opened(folder)
     await record.open_lineage(None, "model")
     for step in range(steps):
-        for asked in record.issue(BATCH):
-            record.admit(rollout(asked, Version(0, step)))
-        assert await record.form_batch() is not None
-        record.write(Stepped(Version(0, step + 1)))
+        await trained_step(record, step, Version(0, step))
         if step + 1 in saved_at:
             await saved(record, Version(0, step + 1), keep)
     return record
+
+
+async def trained_step(record: Record, step: int, *versions: Version) -> None:
+    """A batch is issued, generated with `versions` in turn, formed and trained."""
+    for number, asked in enumerate(record.issue(BATCH)):
+        record.admit(scored(asked, versions[number % len(versions)]))
+    assert await record.form_batch() is not None
+    record.write(Stepped(Version(0, step + 1)))
 
 
 async def saved(record: Record, version: Version, keep: int) -> None:
@@ -221,35 +147,37 @@ async def test_batches_whose_rollouts_were_forgotten_are_formed_anew(tmp_path: P
     opening = await record.open_lineage(None, "model")
     assert (opening.start, opening.branch) == (0, 0)
     assert set(record.state.buffer) == {f"0:{i}:0" for i in range(6, 12)}
-    record.store.close()
 
 
-async def test_a_checkpoint_that_came_back_without_a_report_is_on_record(
-    tmp_path: Path,
-) -> None:
+async def test_a_checkpoint_that_was_removed_is_never_gone_back_to(tmp_path: Path) -> None:
+    """With two of three kept, a trainer that begins from the older of them has no second one."""
+    record = await trained(tmp_path, 5, 1, 3, 5, keep=2)
+    assert record.state.kept(2) == [Version(0, 3), Version(0, 5)]
+    await record.open_lineage(Version(0, 3), "model")
+    assert record.state.kept(2) == [Version(0, 3)]
+    assert retreat(record.state, 3, 2, "worse") is None
+    assert (await reopened(record)).state.kept(2) == [Version(0, 3)]
+
+
+async def test_a_checkpoint_that_came_back_without_a_report_is_on_record(tmp_path) -> None:
     record = opened(tmp_path)
     await record.open_lineage(None, "model")
     for step in range(2):
         for asked in record.issue(BATCH):
-            record.admit(rollout(asked, Version(0, 0)))
+            record.admit(scored(asked, Version(0, 0)))
         assert await record.form_batch() is not None
         record.write(HandedOut(Version(0, step)))
 
     opening = await record.open_lineage(Version(0, 1), "model")
-    record.store.close()
     assert (opening.start, opening.branch) == (1, 2)
     assert record.state.batches[Version(0, 0)].trained
     assert record.state.trained_tokens == {0: BATCH}
     assert record.state.checkpoints == [Version(0, 1)]
     assert record.state.bisection.died_on == Version(0, 1), "the batch that the trainer had next"
-    resumed = opened(tmp_path)
-    assert resumed.state.trained_tokens == {0: BATCH}
-    resumed.store.close()
+    assert (await reopened(record)).state.trained_tokens == {0: BATCH}
 
 
-async def test_what_no_snapshot_covers_is_replayed_after_a_start_from_the_model_folder(
-    tmp_path: Path,
-) -> None:
+async def test_what_no_snapshot_covers_is_replayed_after_a_start_from_the_model_folder(tmp_path) -> None:
     record = await trained(tmp_path, 6, 4)
     await record.open_lineage(None, "model")  # the folder of checkpoints is gone
     again_trained = []
@@ -257,14 +185,12 @@ async def test_what_no_snapshot_covers_is_replayed_after_a_start_from_the_model_
         again_trained += record.state.batches[Version(0, step)].ids
         record.write(Stepped(Version(1, step + 1)))
     await saved(record, Version(1, 2), keep=3)
-    record.store.close()
 
-    again = opened(tmp_path)
+    again = await reopened(record)
     opening = await again.open_lineage(Version(1, 2), "model")
     assert (opening.start, opening.branch) == (2, 6)
     left = [one for batch in again.state.batches.values() for one in batch.ids]
     assert {*again_trained, *left} == {f"0:{i}:0" for i in range(6 * BATCH)}
-    again.store.close()
 
 
 async def test_a_bisection_after_a_start_from_the_model_folder_survives_a_restart(tmp_path: Path) -> None:
@@ -276,11 +202,8 @@ async def test_a_bisection_after_a_start_from_the_model_folder_survives_a_restar
     part = await record.form_batch()
     assert part is not None
     assert part.is_part
-    await record.store.commit()
-    record.store.close()
-    again = opened(tmp_path)
+    again = await reopened(record)
     assert again.state.batch_of(0).ids == part.ids
-    again.store.close()
 
 
 async def test_a_prompt_that_never_ends_is_dropped_after_some_attempts(tmp_path: Path) -> None:
@@ -292,7 +215,6 @@ async def test_a_prompt_that_never_ends_is_dropped_after_some_attempts(tmp_path:
     assert record.requeue(asked, "straggler") is None
     assert record.state.counters.dropped == {"straggler": 1}
     assert record.state.counters.requeued == {"straggler": MAX_ATTEMPTS}
-    record.store.close()
 
 
 async def test_lost_replicas_never_cost_a_prompt(tmp_path: Path) -> None:
@@ -301,22 +223,19 @@ async def test_lost_replicas_never_cost_a_prompt(tmp_path: Path) -> None:
     for _ in range(3 * MAX_ATTEMPTS):
         asked = record.requeue(asked, "replica_lost")
         assert asked is not None
-    record.store.close()
 
 
 async def test_a_restart_after_a_cover_forgets_what_it_covered(tmp_path: Path) -> None:
     record = await trained(tmp_path, 4)
     await saved(record, Version(0, 3), keep=1)
-    record.store.close()
 
-    again = opened(tmp_path)
+    again = await reopened(record)
     assert Version(0, 0) not in again.state.batches
     kept = {one.id for batch in again.state.batches.values() for one in batch.rollouts}
     assert set(again.state.where) == kept
     assert again.state.trained_tokens == dict.fromkeys(range(4), BATCH)
     opening = await again.open_lineage(Version(0, 3), "model")
     assert (opening.start, opening.branch) == (3, 4)
-    again.store.close()
 
 
 async def test_tokens_of_environments_are_counted_apart_live_after_a_restart_and_in_the_archive(
@@ -340,13 +259,10 @@ async def test_tokens_of_environments_are_counted_apart_live_after_a_restart_and
         if covered:
             record.write(Checkpointed(Version(0, 2), "two"))
             await record.tidy(keep_checkpoints=1)
-        await record.store.commit()
-        record.store.close()
+        record = await reopened(record)
         assert check(tmp_path, {}).violations.keys() == {"missing_in_ledger"}
-        record = opened(tmp_path)
         assert record.state.counters == counters
         assert sum(record.state.trained_tokens.values()) == 18
-    record.store.close()
 
 
 async def test_another_runs_record_is_refused(tmp_path: Path) -> None:
@@ -383,7 +299,6 @@ async def test_prompts_that_would_come_twice_after_a_resume_are_refused(
         begun(Store(tmp_path), other, PLAIN)
     again = begun(Store(tmp_path), PromptStream(Table(100), seed=0), PLAIN)
     assert not first & {asked.id for asked in again.issue(40)}
-    again.store.close()
 
 
 # --- policies ---------------------------------------------------------------------------------------------
@@ -401,12 +316,8 @@ async def test_weights_are_on_record_and_a_resumed_run_hands_out_the_same_whatev
     record = opened(tmp_path, FRESHNESS)
     await record.open_lineage(None, "model")
     for step in range(4):
-        for asked in record.issue(BATCH):
-            record.admit(rollout(asked, Version(0, max(0, step - asked.number % BATCH - 1))))
-        assert await record.form_batch() is not None
-        record.write(Stepped(Version(0, step + 1)))
+        await trained_step(record, step, *(Version(0, max(0, step - age)) for age in range(1, BATCH + 1)))
     await record.store.commit()
-    record.store.close()
     half_life = FRESHNESS.bound.half_life
     weighed = [1.0, 2 ** (-1 / half_life), 2 ** (-2 / half_life)]
     assert weights_of(tmp_path)[3] == weighed
@@ -418,44 +329,37 @@ async def test_weights_are_on_record_and_a_resumed_run_hands_out_the_same_whatev
         old, new = record.state.batches[Version(0, step)], again.state.batch_of(step)
         assert new is not None
         assert (new.weights, [e.id for e in new.rollouts]) == (old.weights, [e.id for e in old.rollouts])
-    again.store.close()
 
 
-async def test_a_group_without_a_member_goes_together_buffered_in_flight_or_asked_again(
-    tmp_path: Path,
-) -> None:
+async def test_a_group_without_a_member_goes_together_buffered_in_flight_or_asked_again(tmp_path) -> None:
     record = opened(tmp_path, Rules(6, Bound(2, 2), group=3))
     await record.open_lineage(None, "model")
     first, second = record.issue(6)[:3], list(record.state.pending.values())[3:]
-    for scored in (first[0], second[0]):
-        record.admit(rollout(scored, Version(0, 0)))
+    for one in (first[0], second[0]):
+        record.admit(scored(one, Version(0, 0)))
     record.drop([first[1].id], "empty", "a completion without tokens")
     assert record.state.counters.dropped == {"empty": 1, "group_broken": 1}
     assert record.state.is_broken(first[2].id)
     assert list(record.state.buffer) == [second[0].id]
 
-    record.admit(rollout(first[2], Version(0, 0)))  # it was in flight
+    record.admit(scored(first[2], Version(0, 0)))  # it was in flight
     assert record.state.counters.dropped == {"empty": 1, "group_broken": 2}
     assert not record.state.broken
 
     record.drop([second[1].id], "engine_failed", "not finite")
     assert record.requeue(second[2], "replica_lost") is None
     assert record.state.outstanding == 0
-    record.store.close()
 
 
 async def test_a_lost_member_is_mended_by_a_restart_that_cut_its_record_off(tmp_path: Path) -> None:
     record = opened(tmp_path, GROUPS)
     await record.open_lineage(None, "model")
     one, other = record.issue(2)
-    record.admit(rollout(one, Version(0, 0)))
+    record.admit(scored(one, Version(0, 0)))
     record.write(Dropped([other.id], "empty", 0))  # and a crash before what follows from it
-    await record.store.commit()
-    record.store.close()
-    again = opened(tmp_path, GROUPS)
+    again = await reopened(record, GROUPS)
     assert again.state.counters.dropped == {"empty": 1, "group_broken": 1}
     assert again.state.outstanding == 0
-    again.store.close()
 
 
 async def test_a_power_cut_right_after_a_rollback_gives_none_of_its_rollouts_back(tmp_path: Path) -> None:
@@ -463,7 +367,7 @@ async def test_a_power_cut_right_after_a_rollback_gives_none_of_its_rollouts_bac
     await record.open_lineage(None, "model")
     for step in range(2):
         for asked in record.issue(BATCH):
-            record.admit(rollout(asked, Version(0, step)))
+            record.admit(scored(asked, Version(0, step)))
         await record.form_batch()
     good, bad = (record.state.batches[Version(0, step)].rollouts for step in range(2))
     await record.open_lineage(None, "model", without=[one.id for one in bad])
@@ -473,7 +377,6 @@ async def test_a_power_cut_right_after_a_rollback_gives_none_of_its_rollouts_bac
     assert again.state.counters.dropped == {"rolled_back": BATCH}
     report = check(tmp_path, {})
     assert ("lost" in report.violations, report.dropped) == (False, {"rolled_back": BATCH})
-    again.store.close()
 
 
 async def test_tokens_of_completions_that_are_asked_again_count_as_generated(tmp_path: Path) -> None:
@@ -481,7 +384,6 @@ async def test_tokens_of_completions_that_are_asked_again_count_as_generated(tmp
     record.requeue(*record.issue(1), "straggler", tokens=7)
     assert record.state.counters.generated_tokens == 7
     assert record.state.counters.dropped_tokens == {"straggler": 7}
-    record.store.close()
 
 
 async def test_a_record_keeps_the_id_of_its_run(tmp_path: Path) -> None:
