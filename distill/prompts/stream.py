@@ -11,6 +11,7 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
+from blake3 import blake3
 
 DRAWS: Final = 1024
 """Random numbers of a mixture that are drawn at a time."""
@@ -39,8 +40,8 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def content_of(token_ids: Sequence[int] | np.ndarray) -> bytes:
-    """What two rows have in common that are one prompt, whatever their ids and answers."""
-    return np.asarray(token_ids, "i4").tobytes()
+    """Digest that two rows have in common which are one prompt, whatever their ids and answers."""
+    return blake3(np.asarray(token_ids, "<i4").tobytes()).digest(16)
 
 
 def group_of(prompt: str) -> str:

@@ -234,8 +234,9 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
     )
     start = resume(folder, Start.of(config, parts.prompts), parts.store.connection)
     controller = Controller(config, parts, start, hooks)
-    saves = part.checkpoint_every
-    trainer = MemoryTrainer(controller.session, part.ranks, checkpoint_every=saves, record=record)
+    trainer = MemoryTrainer(
+        controller.session, part.ranks, checkpoint_every=part.checkpoint_every, record=record
+    )
     blocks, began = Blocks(), time.process_time()
     usage: list[Figures] = []
     with blocks.watched():
@@ -245,9 +246,7 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
             while not any(task.done() for task in running) and _reached(controller) < due:
                 await trainer.stepped.wait(1.0)
             with apart.timed():
-                in_flight = len(controller.record.state.pending)
-            done = {"rollouts": _reached(controller) * part.batch, "in flight": in_flight}
-            usage.append(done | used(folder))
+                usage.append({"rollouts": _reached(controller) * part.batch, **used(folder)})
         await asyncio.gather(*running)
     tokens = controller.record.state.counters.generated_tokens
     spent = time.process_time() - began - apart.seconds
@@ -335,12 +334,11 @@ def run(
     objectives: Annotated[bool, typer.Option(help="Whether every objective is measured.")] = True,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each objective; medians are taken.")] = 3,
     load: Annotated[int, typer.Option(min=0, help="Rollouts of 8,192 tokens; 0: none.")] = LOAD.rollouts,
-    batch: Annotated[int, typer.Option(min=1, help="Of them, in a step.")] = LOAD.batch,
     rollouts: Annotated[int, typer.Option(min=0, help="Small rollouts, such as 500000; 0: none.")] = 0,
 ) -> Figures:
     """Measure what a controller spends on a token: objectives inline and by reference, a load, a long run."""
     parts = {
-        "load": LOAD._replace(rollouts=load, batch=batch),
+        "load": LOAD._replace(rollouts=load),
         "rollouts": Part(rollouts, 128, 16, 0, max(1, rollouts // 128 // 50), replicas=2),
     }
     for name, part in parts.items():
