@@ -40,6 +40,7 @@ from in_memory import (
 from msgspec.structs import replace
 
 from distill import garbage
+from distill.buffer import Batch
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.evaluation.sets import HELD_OUT
@@ -192,7 +193,7 @@ def noisy(scored: Any) -> wire.Scored:
 
 async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -> None:
     """Train on all rollouts of a part; what it cost is written to `figures`."""
-    apart, written, names = Apart(), 0, [*config.teachers]
+    apart, written, in_flight, names = Apart(), 0, 0, [*config.teachers]
     replicas = {f"student-{i}": NoisyReplica(seed=i, longest=part.tokens) for i in range(part.replicas)}
     teachers = {name: NoisyTeacher() for name in names}
     for role in (*replicas.values(), *teachers.values()):
@@ -227,9 +228,14 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
             for role in (*replicas.values(), *teachers.values()):
                 getattr(role, "updates", getattr(role, "requests", [])).clear()
 
+    def batch_made(batch: Batch) -> None:
+        nonlocal in_flight
+        in_flight = max(in_flight, len(controller.record.state.pending))
+        garbage.batch_made(batch.version.step)
+
     hooks = Hooks(
         step=lambda version, values: metrics.log(version.step, values),
-        batch=lambda batch: garbage.batch_made(batch.version.step),
+        batch=batch_made,
         span=spans.write,
     )
     start = resume(folder, Start.of(config, parts.prompts), parts.store.connection)
@@ -256,6 +262,7 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
         COSTS[0]: 1e6 * spent / tokens,
         COSTS[1]: (written + MIB * usage[-1]["rows, MiB"]) / tokens,
         "tokens per second of CPU time": tokens / spent,
+        "rollouts in flight": in_flight,
         "usage": usage,
         "blocks": blocks.longest(),
     }
@@ -334,11 +341,12 @@ def run(
     objectives: Annotated[bool, typer.Option(help="Whether every objective is measured.")] = True,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each objective; medians are taken.")] = 3,
     load: Annotated[int, typer.Option(min=0, help="Rollouts of 8,192 tokens; 0: none.")] = LOAD.rollouts,
+    batch: Annotated[int, typer.Option(min=64, help="Of the load, a step.")] = LOAD.batch,
     rollouts: Annotated[int, typer.Option(min=0, help="Small rollouts, such as 500000; 0: none.")] = 0,
 ) -> Figures:
     """Measure what a controller spends on a token: objectives inline and by reference, a load, a long run."""
     parts = {
-        "load": LOAD._replace(rollouts=load),
+        "load": LOAD._replace(rollouts=load, batch=batch),
         "rollouts": Part(rollouts, 128, 16, 0, max(1, rollouts // 128 // 50), replicas=2),
     }
     for name, part in parts.items():
