@@ -10,13 +10,19 @@ that have a `cause`. A controller calls `use` before it starts its tasks, which 
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Set
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from distill.aio import until_stalled
+from sync.base import durable
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TRAINER: Final = "trainer"
 BATCHER: Final = "batcher"
@@ -203,6 +209,33 @@ def use(waits: Waits) -> None:
 def on(who: str, what: str, detail: Callable[[], str] = _nothing, **more: Any) -> Wait:
     """`who` waits for `what` while the context lasts, in the run whose task this is; `more`: of `Wait`."""
     return Wait(_current.get(), who, what, detail, **more)
+
+
+async def for_space(
+    who: str,
+    what: str,
+    work: Callable[[], Awaitable[T]],
+    full: Callable[[Exception], bool] = durable.is_full,
+    retry_seconds: float | None = None,
+) -> T:
+    """What `work` returns, begun again for as long as the disk is full, which is said once. It is all or
+    nothing; `what` it writes."""
+    waiting = False
+    with on(who, DISK, lambda: f"{what} {'does not fit' if waiting else 'is written'}"):
+        while True:
+            try:
+                result = await work()
+                break
+            except Exception as error:
+                if not full(error):
+                    raise
+                if not waiting:
+                    _log.error("disk full: %s waits for space, the run pauses", what)
+            waiting = True
+            await asyncio.sleep(retry_seconds or durable.RETRY_SECONDS)
+    if waiting:
+        _log.warning("%s has space again, the run continues", what)
+    return result
 
 
 def keep(kept: dict[str, Wait], who: Set[str], wait: Callable[[str], Wait]) -> None:

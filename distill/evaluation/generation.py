@@ -231,7 +231,8 @@ class Generation:
         prompt_set, path = self._sets[name], file_of(self._config.run_dir, version, name)
         if prompt_set.rewards is not None:
             await self._reward(name, [made for made in completions if made.metrics is None])
-        await asyncio.to_thread(write_completions, path, completions, prompt_set)
+        write = partial(asyncio.to_thread, write_completions, path, completions, prompt_set)
+        await waits.for_space(EVALUATION, str(path), write)
         return completions
 
     async def _reward(self, name: str, completions: list[Completion]) -> None:
@@ -281,7 +282,8 @@ class Generation:
                 return None
         completions = [made for name in asked for made in await self._by_teacher(name, asked[name])]
         completions.sort(key=lambda completion: completion.index)
-        await asyncio.to_thread(write_completions, path, completions, prompt_set)
+        write = partial(asyncio.to_thread, write_completions, path, completions, prompt_set)
+        await waits.for_space(EVALUATION, str(path), write)
         return completions
 
     async def _by_teacher(self, name: str, messages: list[TeacherPrompt]) -> list[Completion]:

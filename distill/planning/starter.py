@@ -195,9 +195,6 @@ max_prompt_tokens = {length // 2}          # longer prompts are dropped
 batch = 256                       # rollouts of a step
 max_tokens = {length - length // 2}                 # of a completion
 
-[objective]
-forward = 1.0                     # forward KL beside the reverse: the student goes on ending completions
-
 [trainer]
 lr = 3e-6
 warmup_steps = 20

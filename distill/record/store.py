@@ -17,7 +17,7 @@ import sqlite3
 import tempfile
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import lru_cache
@@ -211,24 +211,13 @@ class Store:
                 self.execute(_FACT, key, msgspec.json.encode(value).decode())
             self._lists.append((self._items, self._arrays))
             self._items, self._arrays, self._changed = [], [], False
-        full = False
-        with waits.on(
-            waits.RECORD, waits.DISK, lambda: f"{self.folder} {'is full' if full else 'is written'}"
-        ):
-            while self._lists:
-                try:
-                    await asyncio.get_running_loop().run_in_executor(self._writer, self._flush, forced)
-                    break
-                except (OSError, sqlite3.OperationalError) as error:
-                    if not _is_full(error):
-                        raise
-                    if not full:
-                        paused = "disk full: the record in %s waits for space, the run pauses"
-                        logger.error(paused, self.folder)
-                    full = True
-                    await asyncio.sleep(self._retry_seconds)
-        if full:
-            logger.warning("the record in %s has space again, the run continues", self.folder)
+
+        def flush() -> Awaitable[None]:
+            return asyncio.get_running_loop().run_in_executor(self._writer, self._flush, forced)
+
+        what = f"the record in {self.folder}"
+        while self._lists:
+            await waits.for_space(waits.RECORD, what, flush, _is_full, self._retry_seconds)
 
     async def free(self, needed: Collection[int], before: int) -> int:
         """Remove the files of arrays older than file `before` that are not `needed`; how many."""
@@ -356,10 +345,8 @@ def _bound(statement: Statement) -> tuple[Any, ...]:
     return (*statement.parameters, block.number, place)
 
 
-def _is_full(error: OSError | sqlite3.OperationalError) -> bool:
-    if isinstance(error, OSError):
-        return is_full(error)
-    return error.sqlite_errorcode in _NO_SPACE
+def _is_full(error: Exception) -> bool:
+    return is_full(error) or getattr(error, "sqlite_errorcode", 0) in _NO_SPACE
 
 
 def _check_format(connection: sqlite3.Connection, path: Path) -> None:

@@ -110,6 +110,8 @@ class Auto(ForwardTerm):
     """
 
     type: Literal["auto"] = "auto"
+    forward: float = Field(1.0, ge=0)
+    """φ, as of `full` and `topk`, whose default is 0: with it a real student ends its completions again."""
 
 
 class PolicyGradientTerms(Mixing):

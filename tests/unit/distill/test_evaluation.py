@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import math
@@ -31,13 +32,14 @@ from transformers import Qwen3ForCausalLM
 from distill import events
 from distill.controller import Controller
 from distill.evaluation import evaluator as evaluating
-from distill.evaluation import statistics
-from distill.evaluation.completions import KEPT, file_of, remove_old
+from distill.evaluation import generation, statistics
+from distill.evaluation.completions import KEPT, file_of, remove_old, write_completions
 from distill.evaluation.evaluator import parts
 from distill.evaluation.models import load_student
 from distill.evaluation.report import ReverseKL, total
 from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
+from sync.base import durable
 from sync.base.errors import DataError, RemoteError, Unreachable
 from sync.base.settings import ModelSource
 from sync.wire import Behaviour, Estimate, Generated, GenerateRequest, Version, VersionSpan, pack
@@ -205,6 +207,22 @@ async def test_completions_that_cannot_be_used_are_generated_again_and_not_for_e
         await completed(run, Version(0, 2))
     assert problem in caplog.text
     assert not file_of(models / "x", Version(0, 2), "held_out").exists()
+
+
+async def test_completions_wait_for_disk_space(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+
+    def write(path: Path, completions: Any, prompt_set: Any) -> None:
+        written.append(path)
+        if len(written) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_completions(path, completions, prompt_set)
+
+    monkeypatch.setattr(generation, "write_completions", write)
+    monkeypatch.setattr(durable, "RETRY_SECONDS", 0.01)
+    run = evaluator(models, Teacher(models / "teacher"), Replica(models / "student"))
+    assert len((await completed(run))["held_out"]) == 12
+    assert written == [file_of(models / "x", Version(0, 0), "held_out")] * 2
 
 
 async def test_what_a_lost_replica_has_completed_is_not_generated_again(models: Path) -> None:

@@ -57,7 +57,7 @@ def test_every_gpu_has_one_role_at_most(model: str, gpus: int, tmp_path, monkeyp
     assert (config.trainer.ranks, config.student.replicas) == {3: (1, 1), 4: (1, 1), 8: (3, 3)}[gpus]
     assert config.rollout.max_tokens == 32
     assert config.trainer.deepspeed.name == "zero3_gpu.json"
-    assert config.objective == Auto(forward=1.0)
+    assert config.objective == Auto()
 
 
 def test_a_teacher_that_needs_several_gpus_is_split_over_a_power_of_two(

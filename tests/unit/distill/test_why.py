@@ -102,7 +102,9 @@ async def test_a_full_disk(controller, config, tmp_path: Path) -> None:
     flush = store._flush
     async with standing_still(run, lambda: setattr(store, "_flush", full)) as lines:
         store._flush = flush  # type: ignore[method-assign]
-        assert chain(lines)[-1].startswith(f"← record waits for disk space: {tmp_path} is full")
+        assert chain(lines)[-1].startswith(
+            f"← record waits for disk space: the record in {tmp_path} does not fit"
+        )
         assert run.timeline.figures()["waited_seconds"]["trainer"]["record"] > 0
 
 
