@@ -58,12 +58,12 @@ def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
 def in_bf16(config: Mapping[str, Any]) -> bool:
     """Whether the model computes with weights in bf16; else they are fp32."""
     section = "bf16" if "bf16" in config else "bfloat16"  # its old name
-    return bool(_table(config, section).get("enabled"))
+    return bool(_fields(config).get(f"{section}.enabled"))
 
 
 def offloads(config: Mapping[str, Any], name: str) -> bool:
     """Whether ranks keep "param", or "optimizer" with the gradients, outside of the GPU."""
-    return _table(_table(config, "zero_optimization"), f"offload_{name}").get("device") in ("cpu", "nvme")
+    return _fields(config).get(f"zero_optimization.offload_{name}.device") in ("cpu", "nvme")
 
 
 def _lay_over(section: dict[str, Any], over: Mapping[str, Any], source: Path) -> None:
@@ -83,36 +83,46 @@ def _lay_over(section: dict[str, Any], over: Mapping[str, Any], source: Path) ->
             inner[last] = value
 
 
+def _fields(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything in a table by its path, such as "zero_optimization.stage"; the sections too."""
+    fields = dict(table)
+    for name, value in table.items():
+        if isinstance(value, dict):
+            fields |= {f"{name}.{path}": inner for path, inner in _fields(value).items()}
+    return fields
+
+
 def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str]:
     """What the trainer cannot work with."""
-    zero, optimizer = _table(config, "zero_optimization"), _table(config, "optimizer")
-    if (stage := zero.get("stage")) != 3:
+    fields = _fields(config)
+    if (stage := fields.get("zero_optimization.stage")) != 3:
         yield f"zero_optimization.stage is {stage}: weights are published from ZeRO-3 shards, set 3"
-    yield from _decided_elsewhere(config, settings)
-    if unset := [*_unset(config)]:
+    yield from _decided_elsewhere(fields, settings)
+    names = ((path, path.rpartition(".")[2]) for path, value in fields.items() if value == "auto")
+    if unset := [path for path, name in names if name not in OWN_AUTO]:
         yield (
             f'{", ".join(unset)} is "auto", which DeepSpeed ignores (Hugging Face\'s Trainer fills it in): '
             "write the value, or leave it out"
         )
     for section in ("bf16", "bfloat16", "fp16"):
-        if (value := _table(config, section).get("enabled", False)) not in (True, False):
+        if (value := fields.get(f"{section}.enabled", False)) not in (True, False):
             yield f"{section}.enabled is {value!r}: write true or false"
-    if _table(config, "fp16").get("enabled"):
+    if fields.get("fp16.enabled"):
         yield "fp16 skips steps that overflow: enable bf16, or neither for fp32"
     for old, section in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-        if value := zero.get(old):
+        if value := fields.get(f"zero_optimization.{old}"):
             yield (
                 f"zero_optimization.{old} is {value!r}, a deprecated name: leave it out, and set "
                 f'zero_optimization.{section}.device to "cpu"'
             )
-    if _table(zero, "offload_param").get("device") == "nvme":
+    if fields.get("zero_optimization.offload_param.device") == "nvme":
         yield (
             "zero_optimization.offload_param.device is 'nvme': weights are published from shards in memory, "
             "set cpu, or leave offload_param out"
         )
-    if not isinstance(name := optimizer.get("type"), str) or not name:
+    if not isinstance(name := fields.get("optimizer.type"), str) or not name:
         yield f"there is no optimizer section with a type (it is {name!r}): name one, such as AdamW"
-    if not isinstance(params := optimizer.get("params", {}), dict):
+    if not isinstance(params := fields.get("optimizer.params", {}), dict):
         yield f"optimizer.params is {params!r}: it must be a section"
     if settings.expert_parallel > 1:
         if config.get("use_data_before_expert_parallelism"):
@@ -125,7 +135,7 @@ def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str
                 )
 
 
-def _decided_elsewhere(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str]:
+def _decided_elsewhere(fields: Mapping[str, Any], settings: TrainerSettings) -> Iterator[str]:
     """Problems with fields whose value follows from a key of the run's configuration."""
     decided_by = {
         "expert_parallel": (None, "trainer.expert_parallel"),
@@ -137,26 +147,9 @@ def _decided_elsewhere(config: dict[str, Any], settings: TrainerSettings) -> Ite
         "lr": (settings.lr, "trainer.lr"),
         "optimizer.params.lr": (settings.lr, "trainer.lr"),
     }
-    params = _table(_table(config, "optimizer"), "params")
-    fields = config | {"optimizer.params.lr": params.get("lr", settings.lr)}
     for name, (harmless, key) in decided_by.items():
         if (value := fields.get(name, harmless)) != harmless:
             yield f"{name} is {value!r}: {key} decides this alone: set {key} and leave {name} out"
-
-
-def _unset(table: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Fields that are "auto", by their paths."""
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _unset(value, f"{path}{name}.")
-        elif value == "auto" and name not in OWN_AUTO:
-            yield f"{path}{name}"
-
-
-def _table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A section; empty where there is none."""
-    table = config.get(name, {})
-    return table if isinstance(table, dict) else {}
 
 
 # --- fields that DeepSpeed would ignore ---------------------------------------------------------------------

@@ -70,7 +70,6 @@ _INHERITED: Final = (
     CODE_VARIABLE,
 )
 """Variables of this process that ranks on other machines need too."""
-_HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _LOOK_SECONDS: Final = 0.3
 _PR_SET_PDEATHSIG: Final = 1
 _STOPPING: Final = {signal.SIGTERM, signal.SIGINT}
@@ -165,13 +164,10 @@ def interface_towards(url: str) -> dict[str, str]:
     """Variables that keep gloo and NCCL on the network by which this machine reaches a server. Raises
     ConfigError when there is no way to it."""
     here = own_address(url)
-    names = (
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(address.address == here for address in addresses)
-    )
-    name = next(names, None)
-    return {key: name for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name}
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == here for address in addresses):
+            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {}
 
 
 def machines(settings: TrainerSettings) -> int:
@@ -181,7 +177,7 @@ def machines(settings: TrainerSettings) -> int:
 
 def names_others(hostfile: Path) -> bool:
     """Whether it names other machines than this one. Raises ConfigError."""
-    return not read_hosts(hostfile) <= _HERE
+    return not all(map(is_loopback, read_hosts(hostfile)))
 
 
 def check_reach(hostfile: Path, controller_url: str, environment: Mapping[str, str]) -> None:
@@ -273,34 +269,21 @@ def ranks_of(launcher: int) -> list[psutil.Process]:
     return processes
 
 
-def _signal_ranks(number: signal.Signals) -> None:
-    """Signal the ranks as soon as there are any: they may still be being started."""
-    while not (ranks := ranks_of(os.getpid())):
-        time.sleep(_LOOK_SECONDS)
-    for rank in ranks:
-        with suppress(psutil.NoSuchProcess):
-            rank.send_signal(number)
-
-
 def _catch_for_ranks() -> None:
     """Forward every stop signal of this process to the ranks, from a thread."""
 
     def forward() -> None:
         while True:
             signal.sigwait(_STOPPING)
-            _signal_ranks(signal.SIGTERM)
+            while not (ranks := ranks_of(os.getpid())):  # they may still be being started
+                time.sleep(_LOOK_SECONDS)
+            for rank in ranks:
+                with suppress(psutil.NoSuchProcess):
+                    rank.terminate()
 
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     os.environ[LAUNCHER] = str(os.getpid())
     threading.Thread(target=forward, name="signals", daemon=True).start()
-
-
-def _launch(arguments: list[str]) -> None:
-    """Start this machine's ranks. Raises SystemExit when one does not end with 0: its status, or -signal."""
-    from deepspeed.launcher import launch
-
-    sys.argv[1:] = arguments
-    launch.main()
 
 
 def main() -> None:
@@ -317,12 +300,12 @@ def main() -> None:
             runner.main(["--master_port", port, *arguments])
             return
         _catch_for_ranks()
-        if arguments[0] == MEETING:
-            _launch(arguments)
-        else:
-            with tempfile.TemporaryDirectory(prefix="student-trainer-") as folder:
+        with tempfile.TemporaryDirectory(prefix="student-trainer-") as folder:
+            if arguments[0] != MEETING:
                 os.environ[RENDEZVOUS] = f"file://{folder}/store"
-                _launch(arguments)
+            from deepspeed.launcher import launch
+
+            launch.main()
     except SystemExit as end:
         if isinstance(end.code, int) and end.code < 0:  # of a rank's process: the signal that it died of
             os.kill(os.getpid(), -end.code)
