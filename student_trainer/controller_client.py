@@ -19,6 +19,7 @@ from sync.base.errors import DistillError, Overloaded, RemoteError, Unreachable
 from sync.wire.client import MAX_ANSWER, BlockingPeer
 
 log = logging.getLogger(__name__)
+Answer = wire.TrainBatch | wire.Wait | wire.Stop
 FINAL_REPORT_SECONDS: Final = 5.0
 """Longest wait for the controller after a stop signal: it may have been stopped too."""
 _MEMBERS_SECONDS: Final = 1.0
@@ -41,10 +42,10 @@ class ControllerClient:
         self._peer, self._rank, self._world_size = peer, rank, world_size
         self.scores: TeacherScores | None = None
         """Fetches what the rows of a batch refer to; None where they carry everything."""
-        self._fetching = ThreadPoolExecutor(1, "batches")
+        self._asking = ThreadPoolExecutor(thread_name_prefix="questions")
+        """For answers that a stop does not wait for: the next batch, who receives a broadcast."""
         self._fetched: tuple[wire.Version, Future[Any]] | None = None
         self._thread = ThreadPoolExecutor(1, "events")
-        self._announcing = ThreadPoolExecutor(thread_name_prefix="audience")
         self._lock = threading.Lock()
         self.publishing: Callable[[], str] = str
         """What is published now, in words; empty: nothing. Of rank 0."""
@@ -93,19 +94,17 @@ class ControllerClient:
     def expect(self, version: wire.Version) -> None:
         """The batch for `version` will be polled next: fetch it and its scores meanwhile, in a thread."""
         if self._fetched is None:
-            self._fetched = version, self._fetching.submit(self._batch, version)
+            self._fetched = version, self._asking.submit(self._batch, version)
 
-    def _batch(self, version: wire.Version) -> wire.TrainBatch | wire.Wait | wire.Stop:
+    def _batch(self, version: wire.Version) -> Answer:
         request = wire.BatchRequest(version=version, rank=self._rank, world_size=self._world_size)
-        kinds: Any = wire.TrainBatch | wire.Wait | wire.Stop
-        answer: wire.TrainBatch | wire.Wait | wire.Stop = self._peer.call(
-            "/v1/batch", request, kinds, max_bytes=MAX_ANSWER
-        )
+        kinds: Any = Answer
+        answer: Answer = self._peer.call("/v1/batch", request, kinds, max_bytes=MAX_ANSWER)
         if isinstance(answer, wire.TrainBatch) and self.scores is not None:
             return self.scores.filled(answer)
         return answer
 
-    def poll(self, version: wire.Version) -> wire.TrainBatch | wire.Wait | wire.Stop:
+    def poll(self, version: wire.Version) -> Answer:
         """One answer for `version`; Wait while it is still fetched, and as soon as `stopping` is set."""
         self.expect(version)
         assert self._fetched is not None
@@ -142,7 +141,7 @@ class ControllerClient:
     def audience(self, published: wire.Published) -> wire.Audience:
         """Rank 0: announce a broadcast and learn who will receive it. Raises Unreachable."""
         call, kind = self._peer.call, wire.Audience
-        answer = self._announcing.submit(call, "/v1/event", published, kind, _AUDIENCE_SECONDS)
+        answer = self._asking.submit(call, "/v1/event", published, kind, _AUDIENCE_SECONDS)
         while not wait([answer], _GLANCE_SECONDS).done:
             if self.stopping.is_set() and not wait([answer], FINAL_REPORT_SECONDS).done:
                 raise Unreachable(
@@ -167,9 +166,8 @@ class ControllerClient:
 
     def close(self, seconds: float | None = None) -> None:
         """Return when every event was received; with `seconds`, after so many at the latest."""
-        self._fetching.shutdown(wait=False, cancel_futures=True)
+        self._asking.shutdown(wait=False, cancel_futures=True)
         self._thread.shutdown(wait=False)
-        self._announcing.shutdown(wait=False)
         done, late = wait(self._sent, seconds)
         for future in done:
             future.result()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
+from itertools import islice
 from typing import Final, NamedTuple
 
 from blake3 import blake3
@@ -54,20 +55,6 @@ class KeptRow(NamedTuple):
     sequence: ScoreSequence
     """The T tokens, behind the prompt that the teacher saw."""
 
-    @property
-    def length(self) -> int:
-        """T"""
-        return self.sequence.token_ids.shape[0] - self.sequence.start
-
-
-class RowScores(NamedTuple):
-    """The scores of one row, cut to the tokens that are trained on."""
-
-    parts: list[Scored]
-    """Scores of consecutive positions."""
-    kept: Kept | None
-    """Where they were fetched; None where they were computed again."""
-
 
 class TeacherScores:
     """Fetches for one rank, from any thread, one batch at a time.
@@ -101,19 +88,20 @@ class TeacherScores:
         """The batch with all scores in its rows."""
         rows = [row for micro in batch.micro_batches for row in kept_rows(micro, self._teachers)]
         scores = [*self._threads.map(self._scores, rows)]
-        if again := sum(score.kept is None for score in scores):
+        if again := sum(parts[0].kept is None for parts in scores):
             log.warning(
                 "%d of %d rows of %s were scored again, the last because %s",
                 again, len(rows), batch.version, self._why,
             )  # fmt: skip
-        score_of = iter(scores)
+        row_scores = iter(scores)
         micros = [
-            micro if micro.kept is None else with_scores(micro, [next(score_of) for _ in micro.kept])
+            micro if micro.kept is None else with_scores(micro, [*islice(row_scores, len(micro.kept))])
             for micro in batch.micro_batches
         ]
         return replace(batch, micro_batches=micros)
 
-    def _scores(self, row: KeptRow) -> RowScores:
+    def _scores(self, row: KeptRow) -> list[Scored]:
+        """Scores of consecutive positions, of the T tokens; `kept` where they were fetched."""
         kept = row.kept
         if kept.url in self._urls(row.teacher, kept.url):  # else of another start of the run
             try:
@@ -121,10 +109,10 @@ class TeacherScores:
                 if blake3(body).digest(wire.DIGEST_BYTES) != kept.digest:
                     raise WireError(f"{kept.url}: the body of {kept.key} has another digest")
                 parts = self._checked(row, wire.frames(body, ScoreReply), self._want, self._k)
-                return RowScores(parts, kept)
+                return [replace(part, kept=kept) for part in parts]
             except DistillError as error:
                 self._why = str(error)
-        return RowScores(self._scored_again(row), None)
+        return self._scored_again(row)
 
     def _urls(self, teacher: str, url: str) -> list[str]:
         """Where a teacher's processes are, looked up anew when `url` is none of them; empty: nowhere."""
@@ -171,7 +159,7 @@ class TeacherScores:
         self, row: KeptRow, replies: Iterable[ScoreReply], want: Want, gathered: int = 0
     ) -> list[Scored]:
         """The scores of the trained tokens, a part from each reply. Raises WireError for what is none."""
-        missing, parts = row.length, list[Scored]()
+        missing, parts = row.sequence.token_ids.shape[0] - row.sequence.start, list[Scored]()
         for reply in replies:
             scored = reply.results[0] if len(reply.results) == 1 else None
             if isinstance(scored, wire.ScoreRefused):
@@ -214,13 +202,13 @@ def _part(tokens: wire.Array, start: int, count: int) -> wire.Array:
     return wire.Array("i4", (count,), tokens.data[4 * start : 4 * (start + count)])
 
 
-def with_scores(rows: Rows, scores: Sequence[RowScores]) -> Rows:
+def with_scores(rows: Rows, scores: Sequence[Sequence[Scored]]) -> Rows:
     """`rows` with the scores of each in its arrays; without rows there is nothing to fill."""
-    parts = [part for score in scores for part in score.parts]
+    parts = [part for row_parts in scores for part in row_parts]
     if not parts:
         return rows
     arrays: dict[str, wire.Array | None] = {}
     for field, name in _FIELDS.items():
         present = [array for part in parts if (array := getattr(part, name)) is not None]
         arrays[field] = wire.Array.joined(present) if len(present) == len(parts) else None
-    return replace(rows, **arrays, kept=[score.kept for score in scores])
+    return replace(rows, **arrays, kept=[row_parts[0].kept for row_parts in scores])

@@ -18,8 +18,11 @@ from sync.base.errors import DataError, DistillError
 TOKENS = 6
 
 
-def made_up(objective: Own) -> tuple[torch.Tensor, Targets]:
-    """Logits [N, V] with gradient, and targets with what `objective.needs` names; V is above k."""
+def try_out(objective: Own) -> None:
+    """Raise ConfigError or DataError when the function cannot be used, or its gradient is not finite.
+
+    It is given what `objective.needs` names, of a vocabulary of more than k ids.
+    """
     random, vocab = torch.Generator().manual_seed(0), objective.k + 2
     logits_NV = torch.randn(TOKENS, vocab, generator=random, requires_grad=True)
     teacher_NV = torch.randn(TOKENS, vocab, generator=random).log_softmax(1)
@@ -35,12 +38,6 @@ def made_up(objective: Own) -> tuple[torch.Tensor, Targets]:
         support_logp_NK=top.values if sparse else None,
         teacher_logp_NV=teacher_NV if dense else None,
     )
-    return logits_NV, targets
-
-
-def try_out(objective: Own) -> None:
-    """Raise ConfigError or DataError when the function cannot be used, or its gradient is not finite."""
-    logits_NV, targets = made_up(objective)
     loss_N, _ = own_objective(objective)(logits_NV.log_softmax(1), targets)
     (grad_NV,) = torch.autograd.grad(loss_N.sum(), logits_NV, allow_unused=True)
     if grad_NV is None or not bool(torch.isfinite(grad_NV).all()):

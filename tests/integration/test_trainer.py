@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from tiny_models import language_model
 
 from student_trainer import launch, ledger
-from student_trainer.teacher_scores import RowScores, with_scores
+from student_trainer.teacher_scores import with_scores
 from sync import wire
 from sync.base.settings import DirectoryStoreConfig
 from sync.weights.stores import open_store
@@ -389,9 +389,7 @@ class TeacherProcess:
         request = wire.ScoreRequest(sequences=sequences, want=want)
         results: list[Any] = self.peer.call("/v1/score", request, wire.ScoreReply).results
         if not want.keep:
-            return msgspec.structs.replace(
-                with_scores(given, [RowScores([one], None) for one in results]), kept=None
-            )
+            return msgspec.structs.replace(with_scores(given, [[one] for one in results]), kept=None)
         kept = [msgspec.structs.replace(one.kept, url=self.url) for one in results]
         bare = {name: None for name in given.__struct_fields__ if name.startswith("teacher_topk")}
         return msgspec.structs.replace(given, kept=kept, teacher_prompts=[None] * len(kept), **bare)
