@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from student_trainer.objectives.config import Full, ObjectiveConfig
 from sync.base.address import Url
 from sync.base.settings import Content, Fixed, Holds, Live, ModelSource, Settings, WeightsConfig
-
-ATTENTION_LAYERS: Final = frozenset({"attention", "full_attention", "sliding_attention"})
-"""Kinds of layers, in transformers' words, that see other tokens by plain attention alone."""
 
 
 class LoRAConfig(Settings):
@@ -121,12 +118,6 @@ class TrainerSettings(Settings):
             return 1.0
         done = min(1.0, (step - warmup) / max(1, steps - warmup))
         return 1.0 - done if self.lr_schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
-
-
-def unpackable(model: Any) -> list[str]:
-    """Kinds of layers through which rows laid end to end would see each other; `model`: its text config."""
-    kinds = getattr(model, "layer_types", None) or getattr(model, "layers_block_type", None) or ()
-    return sorted(set(kinds) - ATTENTION_LAYERS)
 
 
 class TrainerConfig(Settings):

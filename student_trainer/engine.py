@@ -25,10 +25,10 @@ from student_trainer.expert_layers import Originals, check_experts, originals
 from student_trainer.head import Loss, chunked_loss, token_logp
 from student_trainer.objectives.divergences import Targets, future_credit
 from student_trainer.ranks import Ranks
-from student_trainer.routing import Router, replayed, routers
-from student_trainer.sequence_split import SequenceGroup, SplitRows, join, split, split_rows
+from student_trainer.routing import Routers, replayed, routers
+from student_trainer.sequence_split import SequenceGroup, SplitRows, join, split, split_attention
 from student_trainer.step import Stopwatch, laid_out, train_step
-from student_trainer.varlen import IMPLEMENTATIONS, PackedRows, computing, pack_rows
+from student_trainer.varlen import PackedRows, computing, replace_attention, row_attention
 from student_trainer.weights import Weights
 from sync.base.errors import ConfigError
 from sync.base.tokenizers import OTHER, end_ids, first_bytes, load_tokenizer, vocab_size
@@ -179,9 +179,9 @@ class Student(nn.Module):
         varlen: bool = False,
         group: SequenceGroup | None = None,
     ) -> None:
-        """`varlen`: whether rows come end to end (`varlen.pack_rows` has prepared the model).
+        """`varlen`: whether rows come end to end (`varlen.replace_attention` has prepared it).
 
-        `group`: the ranks that rows are split over (`sequence_split.split_rows` has prepared it).
+        `group`: the ranks that rows are split over (by `sequence_split.split_attention`).
         """
         super().__init__()
         self.model, self.varlen, self.group = model, varlen, group
@@ -193,7 +193,7 @@ class Student(nn.Module):
         return plain(self.model).config.get_text_config()
 
     @cached_property
-    def _routers(self) -> tuple[Router, ...]:
+    def _routers(self) -> Routers:
         return routers(self.model)
 
     def routed(self, routes_SMK: Tensor | None) -> AbstractContextManager[None]:
@@ -258,15 +258,18 @@ def load(config: TrainerConfig, ranks: Ranks) -> tuple[Any, Student, Any]:
     bf16 = in_bf16(ds_config)
     model = _pretrained(config, torch.bfloat16 if bf16 else torch.float32)
     tokenizer, text = load_tokenizer(source), plain(model).config.get_text_config()
+    for problem in parallelism.problems(settings, text, ranks.world_size):
+        raise ConfigError(problem)
+    if settings.sequence_parallel > 1:
+        replace_attention(plain(model), settings.attention, split_attention)
+    elif settings.packing == "varlen":
+        replace_attention(plain(model), settings.attention)
     vocab = vocab_size(tokenizer, source.known_ids)
     if vocab > text.vocab_size:
         raise ConfigError(
             f"{source.path}: the tokenizer has {vocab} ids, the model {text.vocab_size} rows: "
             "resize the model's embeddings, or give it its own tokenizer"
         )
-    for problems in (parallelism.row_problems, parallelism.expert_problems):
-        for problem in problems(settings, text, ranks.world_size):
-            raise ConfigError(problem)
     shape, varlen = head_shape(text, vocab, config.temperature), settings.packing == "varlen"
     student = Student(model, shape, settings.head_chunk, varlen, join(settings, ranks))
     engine = _initialized(student, ds_config, settings, ranks)
@@ -302,10 +305,6 @@ def _pretrained(config: TrainerConfig, dtype: torch.dtype) -> Any:
         attn_implementation=settings.attention,
         dtype=dtype,
     )
-    if settings.sequence_parallel > 1:
-        split_rows(model, settings.attention)
-    elif settings.packing == "varlen":
-        pack_rows(model, settings.attention)
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     without_randomness(model).train()
@@ -417,7 +416,7 @@ def check_rows(student: Student, run: nn.Module, device: torch.device) -> float:
     gap = float(torch.stack([part.median() for part in parts if len(part) >= LEAST]).max())
     limit = 1e-4 if student.head.weight.dtype == torch.float32 else 0.2
     attention, layers = model.config._attn_implementation, model.config.get_text_config().num_hidden_layers
-    told = attention in IMPLEMENTATIONS.values() or student.group is not None
+    told = attention.startswith(row_attention.__name__) or student.group is not None
     if layout and told and len(layout.modules) < layers:
         problem = f"{layers - len(layout.modules)} of {layers} layers were not told how rows lie"
     elif not gap <= limit:

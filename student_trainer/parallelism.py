@@ -1,4 +1,4 @@
-"""Ranks that share experts, or rows, as it is configured: which families, how many ranks. No torch.
+"""Whether rows can be packed, and ranks share experts or rows, as it is configured. No torch.
 
 With `trainer.expert_parallel` = n, DeepSpeed's AutoEP replaces every layer of experts: each of n ranks holds
 1/n of its experts, and they exchange the tokens instead of gathering all experts; the rest is as before
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-from student_trainer.config import TrainerSettings, unpackable
+from student_trainer.config import TrainerSettings
 
 
 class Family(NamedTuple):
@@ -31,7 +31,9 @@ class Family(NamedTuple):
 
 
 ATTENTIONS: Final = ("sdpa", "eager")
-"""Values of trainer.attention that are computed for some of the heads at a time."""
+"""Values of trainer.attention that the trainer computes itself, row by row (`varlen`)."""
+ATTENTION_LAYERS: Final = frozenset({"attention", "full_attention", "sliding_attention"})
+"""Kinds of layers, in transformers' words, that see other tokens by plain attention alone."""
 MOVING: Final = frozenset({"dynamic", "longrope"})
 """Kinds of rotary embeddings whose frequencies follow the longest position that a rank has."""
 FAMILIES: Final = {
@@ -59,17 +61,30 @@ def section(settings: TrainerSettings, model_type: str) -> dict[str, Any]:
     return table if family.preset is None else table | {"preset_model": family.preset}
 
 
-def expert_problems(settings: TrainerSettings, model: Any, world_size: int | None) -> Iterator[str]:
-    """Why experts cannot be shared as it is asked for; `model`: transformers' text configuration.
+def problems(settings: TrainerSettings, model: Any, world_size: int | None) -> Iterator[str]:
+    """Why rows cannot be packed or split, or experts shared, as it is asked for.
 
-    `world_size`: ranks of the trainer; None: another launcher decides. What DeepSpeed's JSON must not have is
-    refused by `deepspeed_json`.
+    `model`: transformers' text configuration; `world_size`: ranks of the trainer; None: another launcher
+    decides. What DeepSpeed's JSON must not have is refused by `deepspeed_json`.
     """
-    if (size := settings.expert_parallel) == 1:
-        return
-    asked = f"trainer.expert_parallel is {size} and "
-    if world_size is not None and world_size % size:
-        yield f"{asked}the trainer has {world_size} ranks: it must divide them"
+    layers = getattr(model, "layer_types", None) or getattr(model, "layers_block_type", None) or ()
+    kinds = ", ".join(sorted(set(layers) - ATTENTION_LAYERS))
+    if kinds and settings.packing == "varlen":
+        yield (
+            f"the student has layers of the kind {kinds}, through which rows laid end to end would see each "
+            'other: set trainer.packing = "padded"'
+        )
+    for name in ("sequence_parallel", "expert_parallel"):
+        if world_size is not None and world_size % (size := getattr(settings, name)):
+            yield f"trainer.{name} is {size} and the trainer has {world_size} ranks: it must divide them"
+    if settings.sequence_parallel > 1:
+        yield from _row_problems(settings, model, kinds)
+    if settings.expert_parallel > 1:
+        yield from _expert_problems(settings, model)
+
+
+def _expert_problems(settings: TrainerSettings, model: Any) -> Iterator[str]:
+    asked = f"trainer.expert_parallel is {settings.expert_parallel} and "
     if settings.lora is not None:
         yield f"{asked}trainer.lora is set: adapters on shared experts are not supported, leave one out"
     if (family := FAMILIES.get(model.model_type)) is None:
@@ -77,26 +92,22 @@ def expert_problems(settings: TrainerSettings, model: Any, world_size: int | Non
             f"{asked}the student is a {model.model_type}: DeepSpeed's AutoEP computes {', '.join(FAMILIES)} "
             "as transformers does, and others otherwise or not at all; leave it out"
         )
-    elif (experts := getattr(model, family.experts)) % size:
+    elif (experts := getattr(model, family.experts)) % settings.expert_parallel:
         yield f"{asked}the student has {experts} experts a layer: it must divide them"
 
 
-def row_problems(settings: TrainerSettings, model: Any, world_size: int | None) -> Iterator[str]:
-    """Why rows cannot be split as it is asked for; the arguments are those of `expert_problems`."""
-    if (size := settings.sequence_parallel) == 1:
-        return
+def _row_problems(settings: TrainerSettings, model: Any, kinds: str) -> Iterator[str]:
+    size = settings.sequence_parallel
     asked = f"trainer.sequence_parallel is {size} and "
-    if world_size is not None and world_size % size:
-        yield f"{asked}the trainer has {world_size} ranks: it must divide them"
     if settings.attention not in ATTENTIONS:
         yield (
             f"{asked}trainer.attention is {settings.attention!r}: heads are exchanged for "
             f"{' and '.join(ATTENTIONS)} alone, set one of them"
         )
-    if kinds := unpackable(model):
+    if kinds:
         yield (
-            f"{asked}the student has layers of the kind {', '.join(kinds)}, which would not see what other "
-            "ranks hold of a row: leave it out"
+            f"{asked}the student has layers of the kind {kinds}, which would not see what other ranks hold "
+            "of a row: leave it out"
         )
     rope = getattr(model, "rope_parameters", None) or {}  # one table for all layers, or one for each kind
     tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]
@@ -114,8 +125,3 @@ def row_problems(settings: TrainerSettings, model: Any, world_size: int | None) 
             f"{asked}the student has {keys} heads of keys and values: it must divide them, or be a multiple "
             "of them"
         )
-
-
-def counts_rows(settings: TrainerSettings, rank: int) -> bool:
-    """Whether a rank is the first of those that train on the same rows: it alone counts and records them."""
-    return rank % settings.sequence_parallel == 0

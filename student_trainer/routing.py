@@ -41,36 +41,25 @@ FAMILIES: Final = frozenset(
 )
 """Routers of transformers that tests/unit/student_trainer/test_routing.py covers. They have `top_k` and
 `num_experts`, choose by one topk over [S, E], and return (logits, weights, ids)."""
-
-
 SHARED: Final = "TokenChoiceTopKRouter"
 """DeepSpeed AutoEP's router of experts that ranks share, in place of any family's: (weights, ids, counts)."""
 
 
-@dataclass(frozen=True)
-class Router:
-    """What chooses the experts of one layer."""
-
-    name: str
-    """Name of the module, for messages."""
-    module: nn.Module
-    experts: int
-    """E"""
-    chosen: int
-    """K"""
+Routers = dict[str, Any]
+"""Name → module of what chooses the experts of a layer, `top_k` = K of `num_experts` = E."""
 
 
-def routers(model: nn.Module) -> tuple[Router, ...]:
+def routers(model: nn.Module) -> Routers:
     """The routers of a transformers model in the order of its layers; empty: it has no experts.
 
     `model` may be wrapped, by peft or as `engine.Student`. Raises ConfigError when it has experts that are
     not routed by one of FAMILIES.
     """
-    model_routers, others, blocks = [], [], 0
+    model_routers, others, blocks = Routers(), [], 0
     for name, module in model.named_modules():
         kind = type(module).__name__
         if kind in FAMILIES or kind == SHARED:
-            model_routers.append(Router(name, module, int(module.num_experts), int(module.top_k)))
+            model_routers[name] = module
         elif kind.endswith(("Router", "Gate", "Gating")):
             others.append(f"{kind} at {name}")
         elif kind.endswith("Experts"):
@@ -86,11 +75,11 @@ def routers(model: nn.Module) -> tuple[Router, ...]:
             f"routing replay does not know how this model routes ({', '.join([what, *configured])}); "
             f"known are {', '.join(sorted(FAMILIES))}: train this family without replay"
         )
-    return tuple(model_routers)
+    return model_routers
 
 
 def placed(
-    recorded: Sequence[np.ndarray | None],
+    recorded: Sequence[np.ndarray],
     start_R: Sequence[int],
     length_R: Sequence[int],
     shape: tuple[int, int, int],
@@ -98,15 +87,12 @@ def placed(
     """Routes int16 or int32 [S, M, K] = `shape`, of R rows with `length_R` tokens.
 
     Row r begins at place `start_R[r]`: at r · L where rows are padded to L, behind the row before where they
-    are packed into one. `recorded[r]` holds the experts of its first tokens, integers [at most length, M, K];
-    None: nothing was recorded. The places without a record (a row's last token, padding) are LIVE. Raises
-    DataError for another shape.
+    are packed into one. `recorded[r]` holds the experts of its first tokens, integers [at most length, M, K].
+    The places without a record (a row's last token, padding) are LIVE. Raises DataError for another shape.
     """
-    wide = any(rows is not None and rows.dtype.itemsize > 1 for rows in recorded)
+    wide = any(rows.dtype.itemsize > 1 for rows in recorded)
     routes_SMK = torch.full(shape, LIVE, dtype=torch.int32 if wide else torch.int16)
     for row, (rows, start, length) in enumerate(zip(recorded, start_R, length_R, strict=True)):
-        if rows is None:
-            continue
         if rows.shape[1:] != shape[1:] or len(rows) > length:
             raise DataError(
                 f"row {row} of a batch has {length} tokens and routes {list(rows.shape)}: at most one a "
@@ -116,32 +102,33 @@ def placed(
     return routes_SMK
 
 
-def check_routes(routed: Sequence[Router], routes_SMK: Tensor) -> None:
+def check_routes(routed: Routers, routes_SMK: Tensor) -> None:
     """Raise DataError unless `routes_SMK` (signed integers) names K different experts below E, or none, for
     every token and layer."""
-    layers, chosen = len(routed), {router.chosen for router in routed}
+    layers, chosen = len(routed), {module.top_k for module in routed.values()}
     signed = not routes_SMK.is_floating_point() and routes_SMK.dtype.is_signed
     if not signed or routes_SMK.ndim != 3 or len(chosen) != 1 or routes_SMK.shape[1:] != (layers, *chosen):
         raise DataError(
             f"routes {list(routes_SMK.shape)} of {routes_SMK.dtype}: they must be signed integers, for "
             f"{layers} layers of experts and {sorted(chosen)} experts a token"
         )
-    experts_M = torch.tensor([router.experts for router in routed], device=routes_SMK.device)
+    experts_M = torch.tensor([module.num_experts for module in routed.values()], device=routes_SMK.device)
     order_SMK = routes_SMK.sort(-1).values
     bad_SM = (order_SMK[..., 0] < LIVE) | (order_SMK[..., -1] >= experts_M)
     bad_SM |= (order_SMK[..., 0] == LIVE) & (order_SMK[..., -1] != LIVE)
     bad_SM |= ((order_SMK[..., 1:] == order_SMK[..., :-1]) & (order_SMK[..., 1:] != LIVE)).any(-1)
     if bool(bad_SM.any()):
         place, layer = (int(index) for index in bad_SM.nonzero()[0])
+        name, module = list(routed.items())[layer]
         raise DataError(
-            f"the route of place {place} in {routed[layer].name} is {routes_SMK[place, layer].tolist()}: it "
-            f"must name {routed[layer].chosen} different experts below {routed[layer].experts}, or be all "
+            f"the route of place {place} in {name} is {routes_SMK[place, layer].tolist()}: it "
+            f"must name {module.top_k} different experts below {module.num_experts}, or be all "
             f"{LIVE}; the rollout engine and the trainer serve different models, or the batch was altered"
         )
 
 
 @contextmanager
-def replayed(routed: Sequence[Router], routes_SMK: Tensor) -> Iterator[None]:
+def replayed(routed: Routers, routes_SMK: Tensor) -> Iterator[None]:
     """Have the routers of a model take the experts of `routes_SMK` in every forward pass over S tokens.
 
     It must hold until the backward pass has ended: activation checkpointing runs the routers again. A
@@ -150,19 +137,19 @@ def replayed(routed: Sequence[Router], routes_SMK: Tensor) -> Iterator[None]:
     by one topk. In no case does a model train through other experts in silence.
     """
     check_routes(routed, routes_SMK)
-    before = [vars(router.module).get("forward") for router in routed]
-    replay = _Replay(unused={router.name for router in routed})
-    for router, routes_SK in zip(routed, routes_SMK.unbind(1), strict=True):
+    before = [vars(module).get("forward") for module in routed.values()]
+    replay = _Replay(unused=set(routed))
+    for (name, module), routes_SK in zip(routed.items(), routes_SMK.unbind(1), strict=True):
         # an attribute of the instance: hooks, which gather a partitioned weight, run around it as before
-        router.module.forward = partial(replay.forward, router, routes_SK, router.module.forward)
+        module.forward = partial(replay.forward, name, module, routes_SK, module.forward)
     try:
         yield
     finally:
         replay.over = True
-        for router, forward in zip(routed, before, strict=True):
-            del router.module.forward
+        for module, forward in zip(routed.values(), before, strict=True):
+            del module.forward
             if forward is not None:
-                router.module.forward = forward
+                module.forward = forward
     if replay.unused:
         raise DataError(
             f"routes were given to {sorted(replay.unused)[0]}, which did not run: another implementation of "
@@ -179,18 +166,19 @@ class _Replay:
     over: bool = False
 
     def forward(
-        self, router: Router, routes_SK: Tensor, live: Callable[..., Any], *args: Any, **options: Any
+        self, name: str, module: Any, routes_SK: Tensor, live: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
         """What `live`, the router's own forward, gives when its topk is answered with `routes_SK`."""
-        with _AnswerTopk(router, routes_SK) as mode:
+        kind = type(module).__name__
+        with _AnswerTopk(name, module, routes_SK) as mode:
             result = live(*args, **options)
         if mode.answers != 1:
             raise ConfigError(
-                f"routing replay: {type(router.module).__name__} at {router.name} chose its experts by "
-                f"{mode.answers} calls of topk, not by one: train this family without replay"
+                f"routing replay: {kind} at {name} chose its experts by {mode.answers} calls of topk, not by "
+                "one: train this family without replay"
             )
-        self.unused.discard(router.name)
-        weights_SK = result[0 if type(router.module).__name__ == SHARED else 1]
+        self.unused.discard(name)
+        weights_SK = result[0 if kind == SHARED else 1]
         if weights_SK.requires_grad:
             weights_SK.register_hook(self._in_time)
         return result
@@ -207,10 +195,10 @@ class _AnswerTopk(TorchFunctionMode):
     (DeepSeek-V2): a recorded expert of a group that is not among the live ones would weigh nothing.
     """
 
-    def __init__(self, router: Router, routes_SK: Tensor) -> None:
+    def __init__(self, name: str, module: Any, routes_SK: Tensor) -> None:
         super().__init__()
-        self._router, self._routes_SK = router, routes_SK
-        self._groups = int(getattr(router.module, "num_group", None) or 1)
+        self._name, self._module, self._routes_SK = name, module, routes_SK
+        self._groups = int(getattr(module, "num_group", None) or 1)
         self.answers = 0
         """How often the experts were asked for."""
 
@@ -221,12 +209,12 @@ class _AnswerTopk(TorchFunctionMode):
         if func not in (torch.topk, torch.Tensor.topk) or result.indices.ndim != 2:
             return result
         scores, live = args[0], result.indices
-        of_experts = (scores.shape[1], live.shape[1]) == (self._router.experts, self._router.chosen)
+        of_experts = (scores.shape[1], live.shape[1]) == (self._module.num_experts, self._module.top_k)
         if not of_experts and not 1 < self._groups == scores.shape[1]:
             return result
         if len(live) != len(self._routes_SK):
             raise DataError(
-                f"{self._router.name} routes {len(live)} tokens, and routes of {len(self._routes_SK)} were "
+                f"{self._name} routes {len(live)} tokens, and routes of {len(self._routes_SK)} were "
                 "given: lay them out for this forward pass"
             )
         routes_SK = self._routes_SK.to(live)
@@ -239,7 +227,7 @@ class _AnswerTopk(TorchFunctionMode):
 
     def _groups_of(self, routes_SK: Tensor, live: Tensor) -> Tensor:
         """Groups of the recorded experts, in as many columns as either needs: a group may be named twice."""
-        recorded = routes_SK.clamp(min=0) // (self._router.experts // self._groups)
+        recorded = routes_SK.clamp(min=0) // (self._module.num_experts // self._groups)
         width = max(live.shape[1], recorded.shape[1])
         live, recorded = (
             torch.cat([ids, ids[:, :1].expand(-1, width - ids.shape[1])], 1) for ids in (live, recorded)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,8 @@ from torch.nn.functional import pad
 from student_trainer.config import TrainerSettings
 from student_trainer.objectives.divergences import future_credit
 from student_trainer.ranks import Ranks
-from student_trainer.varlen import PackedRows, replace_attention, row_attention
+from student_trainer.varlen import PackedRows, row_attention
 from sync.base.errors import ConfigError
-
-IMPLEMENTATIONS: Final = {"sdpa": "split_attention", "eager": "split_attention_eager"}
-"""trainer.attention → name under which transformers finds the function here that computes it."""
-_REMEDY: Final = "set trainer.sequence_parallel = 1"
 
 
 @dataclass(frozen=True)
@@ -124,20 +120,6 @@ def split(
     return layout.part(tokens_RL), place_C[index_C], layout
 
 
-def split_rows(model: Any, attention: str) -> None:
-    """Have `model` see whole rows of which a rank computes a part, with `attention` as in trainer.attention.
-
-    Raises ConfigError for a model whose attention transformers cannot replace. What the configuration shows,
-    `parallelism.row_problems` has refused; `engine.check_rows` compares the rest.
-    """
-    if not model._can_set_attn_implementation():
-        raise ConfigError(
-            f"trainer.sequence_parallel: {type(model).__name__} does not take its attention from "
-            f"transformers' AttentionInterface: {_REMEDY}"
-        )
-    replace_attention(model, IMPLEMENTATIONS, attention, split_attention)
-
-
 def split_attention(
     module: nn.Module,
     query_BHSD: Tensor,
@@ -163,7 +145,7 @@ def split_attention(
     if heads % group.size or (key_BHSD.shape[1] % group.size and group.size % key_BHSD.shape[1]):
         raise ConfigError(
             f"trainer.sequence_parallel is {group.size} and {type(module).__name__} has {heads} heads, of "
-            f"keys and values {key_BHSD.shape[1]}: {_REMEDY}"
+            f"keys and values {key_BHSD.shape[1]}: set trainer.sequence_parallel = 1"
         )
     # heads, which are of keys or values where they are fewer than ranks, are repeated: one for each
     query_BSHD, key_BSHD, value_BSHD = (

@@ -1,9 +1,8 @@
 """Rows laid end to end in one sequence, each attending to itself alone: Σ L² products and no padding.
 
-The functions here are registered with transformers under the names in IMPLEMENTATIONS. On GPUs they call
-torch's flash attention for rows of unlike lengths where it computes what the model asks for; otherwise, and
-on CPUs, long rows are computed one by one and short ones in groups of about one length. Whatever they do not
-compute exactly they refuse by name.
+On GPUs `row_attention` calls torch's flash attention for rows of unlike lengths where it computes what the
+model asks for; otherwise, and on CPUs, long rows are computed one by one and short ones in groups of about
+one length. Whatever it does not compute exactly it refuses by name.
 
 Letters: B sequences (1 when rows are packed; the rows of a group), S tokens of all rows, L tokens of one row,
 H heads (keys and values may have fewer), D size of a head.
@@ -11,7 +10,7 @@ H heads (keys and values may have fewer), D size of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,12 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from student_trainer.config import unpackable
+from student_trainer.parallelism import ATTENTIONS
 from sync.base.errors import ConfigError
 
-IMPLEMENTATIONS: Final = {"sdpa": "row_attention", "eager": "row_attention_eager"}
-"""trainer.attention → name of the function here that computes the same row by row. Other implementations of
-transformers are told where rows begin (`PackedRows.arguments`) and keep them apart themselves."""
 NEUTRAL: Final = frozenset(
     ["cache_position", "cu_seq_lens_k", "deterministic", "layer_idx", "max_length_k", "max_length_q"]
     + ["num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits"]
@@ -43,7 +39,6 @@ nothing."""
 LONG: Final = 256
 """Tokens of a row from which torch's attention for CPUs is as fast in bf16 as in fp32: with gradients, rows
 of 128 take it twice as long, rows of 32 four times."""
-_REMEDY: Final = 'set trainer.packing = "padded", and trainer.sequence_parallel = 1 where it is more'
 
 
 class Groups(NamedTuple):
@@ -119,22 +114,6 @@ def _together(lengths: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:
             yield max(lengths[row] for row in some), some
 
 
-def pack_rows(model: Any, attention: str) -> None:
-    """Have `model` keep packed rows apart, with `attention` as in trainer.attention.
-
-    Raises ConfigError for a family whose layers see other tokens by more than attention, or by an attention
-    that transformers cannot replace. `engine.check_rows` compares the rest with rows alone.
-    """
-    if kinds := unpackable(model.config.get_text_config()):
-        raise _refused(
-            model, f"has layers of the kind {', '.join(kinds)}, which packed rows would leak through"
-        )
-    if not model._can_set_attn_implementation():
-        raise _refused(model, "does not take its attention from transformers' AttentionInterface")
-    if attention in IMPLEMENTATIONS:
-        replace_attention(model, IMPLEMENTATIONS, attention, row_attention)
-
-
 @contextmanager
 def computing(model: Any, attention: str) -> Iterator[None]:
     """Meanwhile `model` uses another implementation of transformers, if it can."""
@@ -149,18 +128,10 @@ def computing(model: Any, attention: str) -> Iterator[None]:
 
 
 def _refused(model: Any, why: str) -> ConfigError:
-    return ConfigError(f'trainer.packing = "varlen": {type(model).__name__} {why}: {_REMEDY}')
-
-
-def replace_attention(
-    model: Any, names: Mapping[str, str], attention: str, function: Callable[..., tuple[Tensor, None]]
-) -> None:
-    """Have `model` compute trainer.attention by `function`; `names`: what transformers finds it under."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(names[attention], partial(function, exact=attention == "eager"))
-    AttentionMaskInterface.register(names[attention], window_of)
-    model.set_attn_implementation(names[attention])
+    return ConfigError(
+        f'trainer.packing = "varlen" or trainer.sequence_parallel: {type(model).__name__} {why}: set '
+        'trainer.packing = "padded", and trainer.sequence_parallel = 1 where it is more'
+    )
 
 
 def window_of(
@@ -171,9 +142,8 @@ def window_of(
 
     What lies in other rows is no part of it: `row_attention` never sees two rows at once.
     """
-    name = type(config).__name__
     if use_vmap or "allow_is_bidirectional_skip" in others or others.get("attention_mask") is not None:
-        raise ConfigError(f'trainer.packing = "varlen": {name} asks for a mask that is not causal: {_REMEDY}')
+        raise _refused(config, "asks for a mask that is not causal")
     return local_size
 
 
@@ -226,6 +196,28 @@ def row_attention(
         return by_rows(*states, window, scaling).transpose(1, 2).contiguous(), None
     groups = packed_rows.groups(query_BHSD.device)
     return _by_groups(groups, states, partial(by_rows, window=window, scale=scaling)), None
+
+
+def replace_attention(
+    model: Any, attention: str, function: Callable[..., tuple[Tensor, None]] = row_attention
+) -> None:
+    """Have `model` compute trainer.attention by `function`, if it is one of ATTENTIONS.
+
+    Others of transformers are told where rows begin (`PackedRows.arguments`) and keep them apart themselves.
+    Raises ConfigError for a model whose attention transformers cannot replace. `engine.check_rows` compares
+    what the model makes of it with rows alone.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if not model._can_set_attn_implementation():
+        raise _refused(model, "does not take its attention from transformers' AttentionInterface")
+    if attention in ATTENTIONS:
+        # transformers refuses names with "sdpa" for families that it does not compute so
+        exact = attention == "eager"
+        name = f"{function.__name__}_eager" if exact else function.__name__
+        AttentionInterface.register(name, partial(function, exact=exact))
+        AttentionMaskInterface.register(name, window_of)
+        model.set_attn_implementation(name)
 
 
 def _by_groups(groups: Groups, query_key_value: tuple[Tensor, ...], by_rows: Callable[..., Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from distill.preflight_checks.probes import environment_sources
 from distill.prompts.sources import PromptSplit, TableSource, data_sources, open_prompts, text_config
 from distill.prompts.stream import Mixture
 from distill.topology import Process, processes
-from student_trainer.config import unpackable
+from student_trainer import parallelism
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import machines, names_others
 from student_trainer.objectives.config import (
@@ -36,7 +36,6 @@ from student_trainer.objectives.config import (
     needs,
     teacher_temperature,
 )
-from student_trainer.parallelism import expert_problems, row_problems
 from sync.base import secrets, tokenizers
 from sync.base.address import WILDCARDS, is_loopback
 from sync.base.errors import ConfigError, SnapshotError
@@ -429,19 +428,13 @@ def check_environment(config: RunConfig, name: str) -> Iterator[str]:
 def model_problems(config: RunConfig) -> Iterator[str]:
     """Why the student cannot be packed, shared or updated in a replica, or its routing replayed, as asked."""
     trainer, model = config.trainer, text_config(config.student)
-    if trainer.packing == "varlen" and (kinds := unpackable(model)):
-        yield (
-            f"student.path {config.student.path} has layers of the kind {', '.join(kinds)}, through which "
-            'rows laid end to end would see each other: set trainer.packing = "padded"'
-        )
     ranks = None  # not known of a trainer that is started by hand
     if (
         max(trainer.sequence_parallel, trainer.expert_parallel) > 1
         and config.controller.trainer != "external"
     ):
         ranks = trainer.ranks * machines(trainer)
-    if trainer.sequence_parallel > 1:
-        yield from row_problems(trainer, model, ranks)
+    yield from parallelism.problems(trainer, model, ranks)
     if method := quantization(config.student).get("quant_method"):
         yield (
             f"student.path {config.student.path} is quantized ({method}), and such weights cannot be "
@@ -453,8 +446,6 @@ def model_problems(config: RunConfig) -> Iterator[str]:
             "serves, and replicas could not take new weights; train adapters (trainer.lora), or another "
             "student"
         )
-    if trainer.expert_parallel > 1:
-        yield from expert_problems(trainer, model, ranks)
     if not config.rollout.routing_replay:
         return
     asked = "rollout.routing_replay is true and "

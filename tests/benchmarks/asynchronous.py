@@ -62,7 +62,7 @@ from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.engine import Student, head_shape
 from student_trainer.objectives.config import needs, student_topk
 from student_trainer.step import loss_of, train_step
-from student_trainer.varlen import pack_rows
+from student_trainer.varlen import replace_attention
 from sync.base.decoding import json_decoder
 from sync.base.errors import DistillError
 from sync.base.tokenizers import load_tokenizer, vocab_size
@@ -396,7 +396,7 @@ class Step:
         precision = torch.bfloat16 if in_bf16(deepspeed_config(trainer)) else torch.float32
         model, varlen = load_model(config.student, "cpu", precision), trainer.packing == "varlen"
         if varlen:
-            pack_rows(model, trainer.attention)
+            replace_attention(model, trainer.attention)
         shape = head_shape(model.config, vocab, temperature=1.0)
         self._trainee = AdamW(Student(model, shape, HEAD_CHUNK, varlen))
         head = find_head(load_model(teacher, "cpu", teacher.dtype), vocab)

@@ -12,7 +12,7 @@ import torch
 
 from student_trainer.engine import Student, head_shape
 from student_trainer.ranks import Ranks
-from student_trainer.varlen import pack_rows
+from student_trainer.varlen import replace_attention
 from sync.wire import Array, Rows, pack
 
 VOCAB, PADDED = 21, 24
@@ -27,7 +27,7 @@ def student(seed: int, chunk: int = 64, varlen: bool = False) -> Student:
     config = LlamaConfig(vocab_size=PADDED, max_position_embeddings=32, initializer_range=0.3, **size)
     model = LlamaForCausalLM(config)
     if varlen:
-        pack_rows(model, "sdpa")
+        replace_attention(model, "sdpa")
     return Student(model, head_shape(config, VOCAB, 1.0), chunk, varlen)
 
 

@@ -108,11 +108,9 @@ def live_routes(model: Any, tokens_RL: Tensor = TOKENS_RL) -> Tensor:
     """[S, M, K]: what the routers choose by themselves."""
     chosen: list[Tensor] = []
     hooks = []
-    for router in routers(model):
-        place = 1 if type(router.module).__name__ == SHARED else 2
-        hooks.append(
-            router.module.register_forward_hook(lambda _, __, result, at=place: chosen.append(result[at]))
-        )
+    for module in routers(model).values():
+        place = 1 if type(module).__name__ == SHARED else 2
+        hooks.append(module.register_forward_hook(lambda _, __, result, at=place: chosen.append(result[at])))
     with torch.no_grad():
         model(input_ids=tokens_RL, use_cache=False)
     for hook in hooks:

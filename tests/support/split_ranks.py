@@ -28,9 +28,9 @@ from student_trainer.engine import Student, check_rows, with_adapters
 from student_trainer.head import Loss
 from student_trainer.objectives.config import TopK
 from student_trainer.ranks import Ranks
-from student_trainer.sequence_split import SplitRows, join, split_rows
+from student_trainer.sequence_split import SplitRows, join, split_attention
 from student_trainer.step import collate, divided, loss_of, train_step
-from student_trainer.varlen import pack_rows
+from student_trainer.varlen import replace_attention
 from sync.base.errors import DistillError
 from sync.wire import Version
 from sync.wire.head import HeadShape
@@ -99,8 +99,8 @@ def compared(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     loss = loss_of(TopK(k=4, discount=0.7), ["only"])
     plain, split = network_of(case), network_of(case)
     if varlen:
-        pack_rows(plain, "eager")
-    split_rows(split, case["attention"])
+        replace_attention(plain, "eager")
+    replace_attention(split, case["attention"], split_attention)
     alone = Student(adapted(plain, case), shape, 5, varlen)
     group = join(settings, ranks)
     kind = Misplaced if case.get("misplaced") else Student

@@ -349,7 +349,7 @@ def test_a_student_whose_rows_cannot_lie_end_to_end_is_refused(
     config["layer_types"][0] = "linear_attention"
     (path / "config.json").write_text(json.dumps(config))
     message = distill(f"student.path={path}", "rollout.top_p=0.9")
-    assert "hybrid has layers of the kind linear_attention, through which rows" in message
+    assert "the student has layers of the kind linear_attention, through which rows" in message
     padded = distill(f"student.path={path}", "rollout.top_p=0.9", "trainer.packing=padded")
     assert "rollout.top_p is 0.9" in padded
     assert "linear_attention" not in padded

@@ -69,7 +69,7 @@ def student_of(family: str) -> Student:
 
 
 def problems(model: Any, world: int | None = 4, **more: Any) -> list[str]:
-    return list(parallelism.expert_problems(settings(**more), SimpleNamespace(**model), world))
+    return list(parallelism.problems(settings(**more), SimpleNamespace(**model), world))
 
 
 def test_what_cannot_be_shared_is_named() -> None:
@@ -239,7 +239,7 @@ def test_routes_replayed_in_replaced_routers(family: str, checkpointing: bool) -
     replace_layers(student, section_of(student))
     model = student.model
     routed = routers(model)
-    assert [(one.experts, one.chosen) for one in routed] == [(EXPERTS, CHOSEN)] * own_SMK.shape[1]
+    assert [(one.num_experts, one.top_k) for one in routed.values()] == [(EXPERTS, CHOSEN)] * own_SMK.shape[1]
     assert torch.equal(live_routes(model).sort(-1).values, own_SMK.sort(-1).values)
     live = loss_of(model)
     live.backward()

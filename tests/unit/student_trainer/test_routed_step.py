@@ -13,7 +13,7 @@ from torch import Tensor
 from student_trainer.engine import Student, head_shape
 from student_trainer.objectives.config import Sampled
 from student_trainer.step import collate, loss_of, train_step
-from student_trainer.varlen import pack_rows
+from student_trainer.varlen import replace_attention
 from sync.base.errors import DataError
 from sync.wire import Rows, TrainBatch, Version, pack
 
@@ -27,7 +27,7 @@ def student(varlen: bool) -> Student:
     size = {"vocab_size": VOCAB, "hidden_size": 16, "head_dim": 8, "norm_topk_prob": True}
     model = language_model("Qwen3Moe", **size, **experts, num_hidden_layers=LAYERS)
     if varlen:
-        pack_rows(model, "sdpa")
+        replace_attention(model, "sdpa")
     return Student(model.train(), head_shape(model.config, VOCAB, 1.0), 64, varlen)
 
 

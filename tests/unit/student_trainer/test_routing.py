@@ -89,7 +89,7 @@ def test_gradients_of_routers_through_other_experts_are_those_of_finite_differen
     routed = routers(model)
     routes_SMK = other(live_routes(model))
     routes_SMK[3] = LIVE
-    parameters = [parameter for router in routed for parameter in router.module.parameters()]
+    parameters = [parameter for module in routed.values() for parameter in module.parameters()]
     step = 1e-5
     with Precisely():
         live = loss_of(model)
@@ -130,7 +130,7 @@ def test_every_implementation_of_experts_trains_through_the_routes(implementatio
         model.zero_grad()
         with replayed(routed, routes_SMK):
             loss_of(model).backward()
-        found.append(routed[0].module.weight.grad.clone())
+        found.append(next(iter(routed.values())).weight.grad.clone())
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
@@ -188,10 +188,10 @@ def test_padded_rows_take_the_routes_of_the_same_rows_alone() -> None:
 
 def test_routes_are_laid_out_for_padded_and_for_packed_rows() -> None:
     first = np.array([[[0, 255]], [[7, 3]]], np.uint8)
-    third = np.array([[[5, 4]]], np.uint8)
-    padded = placed([first, None, third], [0, 3, 6], [3, 2, 2], (9, 1, 2))
+    third, nothing = np.array([[[5, 4]]], np.uint8), first[:0]
+    padded = placed([first, nothing, third], [0, 3, 6], [3, 2, 2], (9, 1, 2))
     assert padded[:, 0].tolist() == [[0, 255], [7, 3], *[[LIVE] * 2] * 4, [5, 4], *[[LIVE] * 2] * 2]
-    packed = placed([first, None, third], [0, 3, 5], [3, 2, 2], (7, 1, 2))
+    packed = placed([first, nothing, third], [0, 3, 5], [3, 2, 2], (7, 1, 2))
     assert packed[:, 0].tolist() == [[0, 255], [7, 3], *[[LIVE] * 2] * 3, [5, 4], [LIVE] * 2]
     assert packed.dtype == torch.int16
     many = placed([first.astype(np.int32) + 70_000], [0], [3], (3, 1, 2))
@@ -199,7 +199,7 @@ def test_routes_are_laid_out_for_padded_and_for_packed_rows() -> None:
     assert placed([], [], [], (2, 1, 2)).flatten().tolist() == [LIVE] * 4
     for rows in (first[:, :, :1], np.repeat(first, 2, 0), np.repeat(first, 2, 1)):
         with pytest.raises(DataError, match="row 1 of a batch has 3 tokens and routes"):
-            placed([None, rows], [0, 3], [3, 3], (6, 1, 2))
+            placed([nothing, rows], [0, 3], [3, 3], (6, 1, 2))
 
 
 # --- which models -----------------------------------------------------------------------------------------
@@ -225,19 +225,19 @@ def test_a_student_whose_experts_replicas_cannot_update_is_refused(tmp_path: Pat
 
 
 def test_every_known_router_is_tested() -> None:
-    tested = {type(router.module).__name__ for family in CONFIGS for router in routers(build(family))}
+    tested = {type(module).__name__ for family in CONFIGS for module in routers(build(family)).values()}
     assert tested == FAMILIES
 
 
 def test_layers_are_found_in_order_under_peft_and_the_student() -> None:
     plain = build("qwen3")
     names = ["model.layers.0.mlp.gate", "model.layers.2.mlp.gate"]
-    assert [router.name for router in routers(plain)] == names
-    assert {(router.experts, router.chosen) for router in routers(plain)} == {(EXPERTS, CHOSEN)}
+    assert [*routers(plain)] == names
+    assert {(router.num_experts, router.top_k) for router in routers(plain).values()} == {(EXPERTS, CHOSEN)}
     student = Student(plain, HeadShape(VOCAB), 64)
-    assert [router.name for router in routers(student)] == [f"model.{name}" for name in names]
+    assert [*routers(student)] == [f"model.{name}" for name in names]
     adapters = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    assert [router.module for router in routers(adapters)] == [router.module for router in routers(student)]
+    assert [*routers(adapters).values()] == [*routers(student).values()]
 
 
 def test_a_student_with_adapters_trains_through_the_routes() -> None:
@@ -258,8 +258,8 @@ def test_a_student_with_adapters_trains_through_the_routes() -> None:
 def test_a_dense_model_has_no_routers() -> None:
     dense = routed_models.untrained("Qwen3", routed_models.GROUPED | {"intermediate_size": 24, "head_dim": 8})
     adapters = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    assert routers(dense) == ()
-    assert routers(Student(get_peft_model(dense, adapters), HeadShape(VOCAB), 64)) == ()
+    assert routers(dense) == {}
+    assert routers(Student(get_peft_model(dense, adapters), HeadShape(VOCAB), 64)) == {}
 
 
 class Block(torch.nn.Module):
@@ -325,7 +325,7 @@ def test_a_backward_pass_after_the_routes_are_gone_is_refused(checkpointing: boo
 def test_a_router_that_does_not_choose_by_one_topk_is_refused() -> None:
     model = build("qwen3")
     routes_SMK, routed = live_routes(model), routers(model)
-    gate: Any = routed[1].module
+    gate: Any = routed["model.layers.2.mlp.gate"]
 
     def by_sorting(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scores = torch.nn.functional.linear(hidden, gate.weight).softmax(-1).sort(-1, descending=True)

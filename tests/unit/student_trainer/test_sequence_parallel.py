@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from attention_families import FAMILIES, model
+from attention_families import FAMILIES
 from launched_trainer import rows
 
 from student_trainer import parallelism
 from student_trainer.config import TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.routing import LIVE
-from student_trainer.sequence_split import SequenceGroup, SplitRows, split, split_rows
+from student_trainer.sequence_split import SequenceGroup, SplitRows, split
 from student_trainer.step import collate, divided
 from student_trainer.varlen import PackedRows
 from sync.base.errors import ConfigError
@@ -95,12 +95,8 @@ def test_a_model_that_does_not_see_whole_rows_is_refused_by_every_rank(stepped: 
     assert all(REFUSED[name][1] in found[name]["refused"] for found in stepped)
 
 
-def test_a_model_with_attention_of_its_own_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"BloomForCausalLM does not take its attention from .* = 1"):
-        split_rows(model("Bloom", n_layer=1, n_head=4), "sdpa")
-
-
 LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default"}}
+LINEAR = ["linear_attention", "full_attention"]
 BY_KIND = {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}
 
 
@@ -110,7 +106,7 @@ def settings(size: int = 4, **more: Any) -> TrainerSettings:
 
 
 def problems(change: dict[str, Any], world: int | None = 4, **more: Any) -> list[str]:
-    return list(parallelism.row_problems(settings(**more), SimpleNamespace(**LLAMA | change), world))
+    return list(parallelism.problems(settings(**more), SimpleNamespace(**LLAMA | change), world))
 
 
 def test_what_cannot_be_split_is_named() -> None:
@@ -119,8 +115,8 @@ def test_what_cannot_be_split_is_named() -> None:
     for problem, named in [
         (problems({}, 6), "is 4 and the trainer has 6 ranks: it must divide them"),
         (problems({}, attention="flash_attention_2"), "heads are exchanged for sdpa and eager alone"),
-        (problems({"layer_types": ["linear_attention", "full_attention"]}), "kind linear_attention, which"),
-        (problems({"layer_types": ["chunked_attention"]}), "layers of the kind chunked_attention"),
+        (problems({"layer_types": LINEAR}, packing="padded"), "kind linear_attention, which"),
+        (problems({"layer_types": ["chunked_attention"]}, packing="padded"), "of the kind chunked_attention"),
         (problems({"rope_parameters": {"rope_type": "dynamic"}}), "is of the type dynamic, which follows"),
         (problems({"rope_parameters": BY_KIND}), "rotary embedding is of the type longrope"),
         (problems({"num_attention_heads": 6}), "has 6 attention heads: it must divide them"),

@@ -10,9 +10,10 @@ import torch
 from attention_families import FAMILIES, MIXTURE, VOCAB, model
 from torch import Tensor
 
-from student_trainer.config import LoRAConfig
+from student_trainer.config import LoRAConfig, TrainerSettings
 from student_trainer.engine import Student, check_rows, head_shape, with_adapters
-from student_trainer.varlen import IMPLEMENTATIONS, TOGETHER, PackedRows, pack_rows, row_attention, window_of
+from student_trainer.parallelism import problems
+from student_trainer.varlen import TOGETHER, PackedRows, replace_attention, row_attention, window_of
 from sync.base.errors import ConfigError
 
 LENGTHS = (9, 1, 4, 12, 2)
@@ -24,7 +25,7 @@ def student(network: Any, varlen: bool = True) -> Student:
 
 def packed(family: str, attention: str = "sdpa") -> Any:
     network = model(family)
-    pack_rows(network, attention)
+    replace_attention(network, attention)
     return network
 
 
@@ -138,15 +139,22 @@ def hybrid() -> Any:
 @pytest.mark.parametrize(
     ("network", "why"),
     [
-        (hybrid, "Qwen3NextForCausalLM has layers of the kind linear_attention"),
-        (lambda: model("Bloom", n_layer=1, n_head=4), "BloomForCausalLM does not take its attention from"),
+        (hybrid, "the student has layers of the kind linear_attention, through which rows"),
         (lambda: model("Llama4", layer_types=["chunked_attention"] * 2), "of the kind chunked_attention"),
     ],
-    ids=["linear attention", "no interface", "chunks"],
+    ids=["linear attention", "chunks"],
 )
 def test_models_with_other_layers_are_refused_by_name(network: Any, why: str) -> None:
+    settings = TrainerSettings(deepspeed="zero3.json")
+    (problem,) = problems(settings, network().config.get_text_config(), None)
+    assert why in problem
+    assert 'set trainer.packing = "padded"' in problem
+
+
+def test_a_model_with_attention_of_its_own_is_refused_by_name() -> None:
+    why = "BloomForCausalLM does not take its attention from"
     with pytest.raises(ConfigError, match=rf'packing = "varlen".*{why}.*set trainer.packing = "padded"'):
-        pack_rows(network(), "sdpa")
+        replace_attention(model("Bloom", n_layer=1, n_head=4), "sdpa")
 
 
 @pytest.mark.parametrize(
@@ -189,9 +197,9 @@ def test_rows_that_see_each_other_are_noticed_at_the_start(dtype: torch.dtype) -
         ConfigError, match=r"Qwen3ForCausalLM with attention 'leaking': .* differ by .*padded"
     ):
         check_rows(pupil, pupil, CPU)
-    pack_rows(network, "sdpa")
+    replace_attention(network, "sdpa")
     assert check_rows(pupil, pupil, CPU) < (1e-5 if dtype == torch.float32 else 0.03)
-    assert network.config._attn_implementation == IMPLEMENTATIONS["sdpa"]
+    assert network.config._attn_implementation == "row_attention"
 
 
 def test_layers_that_are_not_told_where_rows_begin_are_counted() -> None:
