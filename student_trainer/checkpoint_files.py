@@ -112,11 +112,8 @@ def choose(folder: Path, altered: Mapping[str, str] | None = None, digested: int
     elif named not in names:
         damaged.append(f"{folder / 'latest'} names {named:.40}: {index(folder / named)[1]}")
     after = 0
-    if named in names:
-        after = names.index(named)
-    elif named:
-        with suppress(ValueError):  # it may be no version
-            after = sum(Version.parse(name) > Version.parse(named) for name in names)
+    with suppress(ValueError):  # it may be no version
+        after = sum(Version.parse(name) > Version.parse(named) for name in names)
     for path in [*paths[after:], *paths[:after]]:
         problem = (altered or {}).get(path.name) or damage(path, digested)
         if problem is None:

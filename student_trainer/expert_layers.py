@@ -55,7 +55,8 @@ class Part:
     row: int = 0
     """First row of each expert."""
     group: Any = None
-    """Process group of the n ranks that share the experts, in the order of experts; None: only renamed."""
+    """Process group of the n ranks that share the experts, in the order of experts; None: the same as the
+    source, but for the name."""
 
     def start(self, start: int, count: int) -> int | None:
         """First element in the parameter of the range that begins at element `start` of the source.

@@ -19,19 +19,17 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
-from itertools import pairwise
 
 import torch
 
 from student_trainer.config import TrainerConfig
-from student_trainer.controller_client import FINAL_REPORT_SECONDS, ControllerClient
+from student_trainer.controller_client import FINAL_REPORT_SECONDS, Answer, ControllerClient
 from student_trainer.engine import Learner, after
 from student_trainer.launch import TITLE, catch_stop_signals
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.config import needs, student_topk, teacher_temperature
-from student_trainer.parallelism import counts_rows
 from student_trainer.ranks import Ranks, all_done, meeting_point
-from student_trainer.step import in_loss, loss_of
+from student_trainer.step import Stopwatch, in_loss, loss_of
 from student_trainer.teacher_scores import TeacherScores
 from student_trainer.transports import Publishing, open_transport
 from sync import wire
@@ -111,7 +109,8 @@ def run(config: TrainerConfig) -> None:
     learner.begin(welcome, loss)
     publishing = Publishing(open_transport(config, learner, client, welcome))
     client.publishing = publishing.words
-    publishing.start(welcome.version)
+    publishing.publish(welcome.version, anchor=True)
+    publishing.settle()
     saved = catch_stop_signals(stopping, int(os.environ.get("LOCAL_SIZE", "1")))
     ledger = Ledger(config.run_dir / "ledger", welcome.version, welcome.parent, ranks.rank)
     trainer = Trainer(config, ranks, learner, client, publishing, ledger)
@@ -127,28 +126,27 @@ def train(trainer: Trainer) -> Outcome:
     does = trainer.client.does
     while True:
         does(f"it asks for batch {trainer.version.step}")
-        times = [time.monotonic()]
+        clock = Stopwatch()
+        clock.begin("wait")
         outcome, batch = agreed_batch(trainer)
-        times.append(time.monotonic())
         if batch is None:
             break
+        clock.begin("train")
         trainer.client.expect(after(trainer.version))
         does(f"it trains step {trainer.version.step + 1}")
         metrics = trainer.learner.train(batch)
         give_back()
         record(trainer, batch)
-        times.append(time.monotonic())
+        clock.begin("publish")
         if trainer.version.step % trainer.config.weights.publish_every == 0:
             publish(trainer)
-        times.append(time.monotonic())
+        clock.begin("checkpoint")
         if checkpoint_due(trainer):
             checkpoint(trainer)
-        times.append(time.monotonic())
+        clock.begin(None)
         if trainer.ranks.rank == 0:
-            spent = (end - start for start, end in pairwise(times))
-            seconds = dict(zip(("wait", "train", "publish", "checkpoint"), spent, strict=True))
             parts = trainer.learner.parts
-            trainer.client.report(wire.StepReport(trainer.version, metrics, seconds, parts))
+            trainer.client.report(wire.StepReport(trainer.version, metrics, clock.seconds(), parts))
     if outcome is not Outcome.STOP:
         checkpoint(trainer)
     return outcome
@@ -190,7 +188,7 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
     A rank that has its share keeps it while the others wait, or all publish what they hold once more: when a
     replica lacks it, or when its publication failed, for then the batch may be waiting for it.
     """
-    answer: TrainBatch | Wait | wire.Stop = Wait()
+    answer: Answer = Wait()
     while True:
         if isinstance(answer, Wait):
             answer = trainer.client.poll(trainer.version)
@@ -232,7 +230,8 @@ def record(trainer: Trainer, batch: TrainBatch) -> None:
 
     Of ranks that train on the same rows the first names them.
     """
-    named = batch.micro_batches if counts_rows(trainer.config.trainer, trainer.ranks.rank) else []
+    is_first = trainer.ranks.rank % trainer.config.trainer.sequence_parallel == 0
+    named = batch.micro_batches if is_first else []
     ids = [id for rows in named for id in rows.ids]
     tokens = sum(int(in_loss(rows).sum()) for rows in named)
     checksum = trainer.learner.weights.checksum()

@@ -234,11 +234,10 @@ def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarr
         fresh_C &= unpack(rows.off_path) == 0
     if by_teacher_C is not None:
         fresh_C &= ~by_teacher_C
-    behavior_logp_C, teacher_logp_C = (
-        _floats(rows, name) for name in ("behavior_logprob", "teacher_logprob")
-    )
+    behavior_logp_C, teacher_logp_C = _floats(rows, "behavior_logprob"), _floats(rows, "teacher_logprob")
     teacher_C = None if rows.teacher is None else torch.tensor(unpack(rows.teacher)[row_C], dtype=torch.int64)
     segment_C = None if rows.segment is None else torch.tensor(unpack(rows.segment))
+    parted = None if rows.parted is None else np.unpackbits(unpack(rows.parted), axis=1, count=OTHER + 1)
     if teacher_logp_C is None:  # without a teacher no token is scored
         teacher_logp_C = behavior_logp_C
     elif segment_C is not None:  # an unscored token has d = 0 but for its age
@@ -258,13 +257,8 @@ def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarr
         row_N=torch.from_numpy(row_C),
         goes_on_N=None if segment_C is None else segment_C == Segment.GOES_ON,
         by_text_N=None if segment_C is None else segment_C != Segment.TOKEN,
-        parted_NB=None if rows.parted is None else _bits(unpack(rows.parted), OTHER + 1),
+        parted_NB=None if parted is None else torch.from_numpy(parted.astype(bool)),
     )
-
-
-def _bits(packed: np.ndarray, count: int) -> Tensor:
-    """bool [C, count]"""
-    return torch.from_numpy(np.unpackbits(packed, axis=1, count=count).astype(bool))
 
 
 def _floats(rows: Rows, name: str) -> Any:
@@ -272,8 +266,7 @@ def _floats(rows: Rows, name: str) -> Any:
     array = getattr(rows, name)
     if array is None:
         return None
-    tensor = tensor_of(array)
-    tensor = tensor if array.dtype == "bf16" else tensor.float()
+    tensor = tensor_of(array) if array.dtype == "bf16" else tensor_of(array).float()
     if not bool(torch.isfinite(tensor).all()):
         raise DataError(f"{name} of a batch is not finite: the teacher or the rollout engine is broken")
     return tensor
@@ -374,7 +367,7 @@ class Stopwatch:
     the host's clock would give its time to a later part.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:
         self._on_gpu = device.type == "cuda"
         self._times: list[tuple[str | None, Any]] = []
 

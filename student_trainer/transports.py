@@ -25,11 +25,13 @@ import logging
 import secrets
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Final
@@ -79,7 +81,7 @@ class Publishing:
     """Sends versions by a transport, one at a time. One that fails may be skipped, or published again; a few
     failures in a row are an error.
 
-    Order: `start` → (`settle` → `publish`)* → `settle`.
+    Order: (`publish` → `settle`)*.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -93,11 +95,6 @@ class Publishing:
         self._transport, self._failures, self._repeat_at = transport, 0, 0.0
         self._thread = ThreadPoolExecutor(1, "publish")
         self._running: Future[None] | None = None
-
-    def start(self, version: Version) -> None:
-        """Publish what training starts from, and wait until it can be read. Collective."""
-        self.publish(version, anchor=True)
-        self.settle()
 
     def settle(self, seconds: float | None = None) -> bool:
         """Wait until the version before has arrived or failed; False: neither after `seconds`.
@@ -300,14 +297,13 @@ class BroadcastTransport:
         return work
 
     def _send(self, sender: BroadcastSender, version: Version, shards: dict[str, Bits]) -> None:
-        def is_worth_another(error: BaseException) -> bool:
-            return isinstance(error, Unreachable) and not self._client.stopping.is_set()
-
-        def note(error: BaseException) -> None:
-            log.warning("%s; %s goes to those that are left", error, version)
-
+        stopping = self._client.stopping
         again = retrying(
-            is_worth_another, attempts=_TRIES, first=_PAUSE_SECONDS, longest=_PAUSE_SECONDS, note=note
+            lambda error: isinstance(error, Unreachable) and not stopping.is_set(),
+            attempts=_TRIES,
+            first=_PAUSE_SECONDS,
+            longest=_PAUSE_SECONDS,
+            note=lambda error: log.warning("%s; %s goes to those that are left", error, version),
         )
         try:
             again(self._send_once, sender, version, shards)
@@ -317,12 +313,12 @@ class BroadcastTransport:
     def _send_once(self, sender: BroadcastSender, version: Version, shards: dict[str, Bits]) -> None:
         plan, attempt = self._gathering.plan, secrets.token_hex(8)
         size = sum(map(nbytes, plan.metas))
-        address = sender.address
-        published = Published(version, "broadcast", size, size, 0.0, rendezvous=address, attempt=attempt)
+        published = Published(
+            version, "broadcast", size, size, 0.0, rendezvous=sender.address, attempt=attempt
+        )
         audience = self._client.audience(published)
-        workers = audience.world_size - 1
+        workers, buckets = audience.world_size - 1, self._gathering.buckets(shards)
         log.info("%s goes to %d workers as broadcast %s", version, workers, audience.group)
-        buckets = self._gathering.buckets(shards)
         sender.send(audience, plan, buckets, lambda: self._client.lost(audience.group))
         log.info("%s went to %d workers", version, workers)
 
@@ -347,7 +343,11 @@ class Gathering:
         bodies = ranks.collect(msgspec.json.encode(slices))
         every = [json_decoder(list[Slice]).decode(body) for body in bodies]
         self.plan = Plan(metas_of(every), bucket_bytes, adapter_config)
-        self._parts = [self.plan.parts(map(_bytes_of, rank_slices)) for rank_slices in every]
+        self._parts = []
+        for rank_slices in every:
+            sized = ((piece, BITS[piece.dtype].itemsize) for piece in rank_slices)
+            ranges = ((piece.name, piece.start * width, piece.count * width) for piece, width in sized)
+            self._parts.append(self.plan.parts(ranges))
         self._ranks, self._group = ranks, None
         self._turn, self._exchange = 0, Lock()
         if ranks.world_size > 1:
@@ -402,11 +402,10 @@ class Gathering:
 
 def metas_of(every: list[list[Slice]]) -> list[TensorMeta]:
     """The tensors of which the ranks hold slices. Raises ConfigError when those do not tile them."""
-    whole = {part.name: part for rank_slices in every for part in rank_slices}
-    counts = dict.fromkeys(whole, 0)
-    for slices_of_rank in every:
-        for part in slices_of_rank:
-            counts[part.name] += part.count
+    whole, counts = dict[str, Slice](), Counter[str]()
+    for part in chain.from_iterable(every):
+        whole[part.name] = part
+        counts[part.name] += part.count
     wrong = {name: counts[name] for name, part in whole.items() if counts[name] != np.prod(part.shape)}
     if wrong:
         raise ConfigError(
@@ -414,12 +413,6 @@ def metas_of(every: list[list[Slice]]) -> list[TensorMeta]:
             'exactly one rank; use weights.transport = "snapshot" and report this model'
         )
     return [TensorMeta(part.name, _TORCH_NAMES[part.dtype], tuple(part.shape)) for part in whole.values()]
-
-
-def _bytes_of(piece: Slice) -> tuple[str, int, int]:
-    """What a rank holds, as in `Plan.parts`."""
-    width = BITS[piece.dtype].itemsize
-    return piece.name, piece.start * width, piece.count * width
 
 
 def _place(flat_N: torch.Tensor, parts: list[Part], pieces_N: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -54,11 +54,9 @@ class Weights:
         wrong = {name: p.dtype for name, p in self.parameters.items() if p.dtype not in DTYPES}
         if wrong:
             raise ConfigError(f"{wrong} cannot be published: train in bf16 or fp32")
-        self._parts = parts(model)
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, parameter in self.parameters.items():
-            part = self._parts.get(name)
-            shapes |= {name: shape_of(parameter)} if part is None else {part.source: part.shape}
+        whole = {name: shape_of(parameter) for name, parameter in self.parameters.items()}
+        self._parts = {name: Part(name, shape, shape) for name, shape in whole.items()} | parts(model)
+        shapes = {self._parts[name].source: self._parts[name].shape for name in whole}
         alone = {name: [Piece(name, shape, 0)] for name, shape in shapes.items()}
         self.pieces = alone if self.adapters else layout(model, shapes)
         """Parameter of the transformers model → the checkpoint tensors in it."""
@@ -83,21 +81,14 @@ class Weights:
         parameter = self.parameters[name]
         length, kind = _local(parameter).numel(), DTYPES[parameter.dtype]
         first = getattr(parameter, "ds_zero_partition_rank", self._ranks.rank) * length
-        last = min(first + length, math.prod(shape_of(parameter)))
-        for piece in self._pieces_in(name):
-            start = min(max(first - piece.start, 0), piece.count)
-            end = min(max(last - piece.start, start), piece.count)
-            slice = Slice(piece.name, piece.shape, kind, start, end - start)
-            yield slice, max(piece.start + start - first, 0)
-
-    def _pieces_in(self, name: str) -> Iterator[Piece]:
-        """The checkpoint tensors of a parameter; of other ranks' experts before it or behind it."""
-        if (part := self._parts.get(name)) is None:
-            yield from self.pieces[name]
-            return
+        part = self._parts[name]
+        last = min(first + length, math.prod(part.own))
         for piece in self.pieces[part.source]:
-            if (start := part.start(piece.start, piece.count)) is not None:
-                yield replace(piece, start=start)
+            if (begin := part.start(piece.start, piece.count)) is not None:
+                start = min(max(first - begin, 0), piece.count)
+                end = min(max(last - begin, start), piece.count)
+                slice = Slice(piece.name, piece.shape, kind, start, end - start)
+                yield slice, max(begin + start - first, 0)
 
     def snapshot(self) -> dict[str, Bits]:
         """Copies of this rank's slices as flat bits, by tensor, where the shards lie. No collective.
@@ -121,14 +112,14 @@ class Weights:
 
         shared: dict[str, list[tuple[Tensor, Part]]] = {}
         for name, parameter in self.parameters.items():
-            part = self._parts.get(name)
-            if part is not None and part.group is not None:
+            part = self._parts[name]
+            if part.group is not None:
                 shared.setdefault(part.source, []).append((parameter, part))
                 continue
             with _gathered(parameter):
                 data = parameter.detach() if self._ranks.rank == 0 else parameter.detach()[:0]
                 tensor = data.to("cpu", copy=True)
-            yield name if part is None else part.source, tensor
+            yield part.source, tensor
         for source, shards in shared.items():
             yield source, assembled(gathered(shards), self._ranks.rank == 0)
 

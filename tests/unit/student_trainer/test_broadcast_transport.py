@@ -123,7 +123,7 @@ def test_a_version_without_receivers_is_skipped_and_the_run_continues(
 @pytest.mark.parametrize("adapter_config", [None, '{"r": 2}'])
 def test_an_adapter_goes_with_its_configuration(started: Started, adapter_config: str | None) -> None:
     publishing, controller = started(adapter_config=adapter_config)
-    publishing.start(VERSION)
+    settled(publishing, VERSION)
     received = controller.receptions[-1].result()
     assert (received.adapter_config, received.tensors.keys()) == (adapter_config, TENSORS.keys())
 
@@ -160,7 +160,7 @@ def test_versions_to_evaluate_go_to_the_store_too(
     """The first, the last, and the first to pass a multiple, each once, also where it is broadcast again."""
     store = Kept()
     publishing, _ = started(keeping=Keeping(store, every, publish_every, 7))
-    publishing.start(Version(0, 0))
+    settled(publishing, Version(0, 0))
     for step in [*range(publish_every, 8, publish_every), 7]:
         for _ in range(2):
             settled(publishing, Version(0, step))
@@ -170,14 +170,14 @@ def test_versions_to_evaluate_go_to_the_store_too(
 def test_a_version_that_no_replica_receives_goes_to_the_store_all_the_same(started: Started) -> None:
     store = Kept()
     publishing, _ = started(dead=4, keeping=Keeping(store, 0, 1, 7))
-    publishing.start(VERSION)
+    settled(publishing, VERSION)
     assert (store.published, publishing.arrived, publishing.anchor_due) == ([3], None, True)
 
 
 def test_a_version_that_the_store_did_not_take_goes_there_when_broadcast_again(started: Started) -> None:
     store = Kept(failures=1)
     publishing, _ = started(keeping=Keeping(store, 0, 1, 7))
-    publishing.start(Version(0, 0))
+    settled(publishing, Version(0, 0))
     for step in (0, 1):  # the first is broadcast again
         settled(publishing, Version(0, step))
     assert store.published == [0], "it went there when it was broadcast again"

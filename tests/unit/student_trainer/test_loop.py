@@ -382,7 +382,7 @@ def test_versions_are_anchors_or_deltas(
 ) -> None:
     publisher, client = FakePublisher(), RecordedClient()
     path = to_a_store(tmp_path, publisher, RecordedLearner(adapters), client)
-    path.start(Version(0, 0))
+    go(path, 0)
     publisher.failures = failures
     go(path, 1, 2, 3, 4)
     assert publisher.done == published
@@ -412,7 +412,7 @@ def test_garbage_is_collected_behind_an_anchor_and_every_ten_minutes_at_most(
         raise StoreError("the store went away")  # costs nothing
 
     path = to_a_store(tmp_path, FakePublisher(), collect=collect)
-    path.start(Version(0, 0))
+    go(path, 0)
     go(path, 1, 2, 3, 4)
     going_on.set()
     assert collected.wait(600)
@@ -422,7 +422,7 @@ def begun(tmp_path: Path, steps: int, failures: int) -> tuple[Story, FakePublish
     """A run after its first version; so many publications fail from then on."""
     story, publisher = Story(tmp_path, steps), FakePublisher()
     story.trainer.publishing = to_a_store(tmp_path, publisher, story.learner, story.client)
-    story.trainer.publishing.start(Version(0, 0))
+    go(story.trainer.publishing, 0)
     publisher.failures = failures
     return story, publisher
 
@@ -549,7 +549,7 @@ def test_other_errors_of_a_publication_end_the_run(tmp_path: Path) -> None:
 
 def test_what_garbage_collection_leaves_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     left = Collected([], [], 0, [Odd("L000-v00000001", "is damaged")])
-    to_a_store(tmp_path, FakePublisher(), collect=lambda: left).start(Version(0, 0))
+    go(to_a_store(tmp_path, FakePublisher(), collect=lambda: left), 0)
     for thread in threading.enumerate():
         if thread.name == "collect":
             thread.join(600)
