@@ -9,11 +9,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from sync.base.errors import WireError
+from sync.base.errors import DataError
 from sync.wire import (
     MASK_TIES,
     Generated,
-    GenerateFailed,
     GeneratePrompt,
     Sampling,
     SamplingMask,
@@ -78,28 +77,6 @@ def prompt_problem(prompt: GeneratePrompt, limits: Limits) -> str | None:
     return None
 
 
-def sampling_problem(sampling: Sampling) -> str | None:
-    """Why nothing can be sampled in this way; None: it can. The decoder refused what is out of range."""
-    if sampling.mask and not sampling.top_k:
-        return "the sampling mask is asked for and top_k is 0: set it, for it bounds the mask"
-    return None
-
-
-def parse_spans(labels: list[tuple[str, int, int]], length: int) -> list[VersionSpan]:
-    """Version spans of `length` tokens. Raises WireError when they are not contiguous from 0 to `length`."""
-    spans, end = [], 0
-    for label, start, stop in labels:
-        if start != end or stop < start:
-            raise WireError(f"version spans {labels} are not contiguous over {length} tokens")
-        if stop > start:
-            version = INITIAL if label == ENGINE_LABEL else Version.parse(label)
-            spans.append(VersionSpan(version, start, stop))
-        end = stop
-    if end != length:
-        raise WireError(f"version spans {labels} do not cover {length} tokens")
-    return spans
-
-
 def ranks(sampling: Sampling, vocab_size: int) -> int:
     """K: ids per position to ask the engine for."""
     masked = sampling.top_k + MASK_TIES if sampling.mask else 0
@@ -108,17 +85,19 @@ def ranks(sampling: Sampling, vocab_size: int) -> int:
 
 def generated(
     id: str, completion: Completion, sampling: Sampling, routes: np.ndarray | None = None
-) -> Generated | GenerateFailed:
+) -> Generated:
     """The answer for one finished completion; top-k ids without probability become -1. `routes`: as in
-    Generated, of a completion with tokens."""
+    Generated, of a completion with tokens. Raises DataError for what is no completion, and WireError for
+    versions that are not ours: the engine's fault, never the prompt's."""
     length = len(completion.token_ids)
     reason = completion.finish_reason
     if reason not in _REASONS or (length == 0 and reason not in ("abort", TIMED_OUT)):
-        why = f"the engine ended the completion after {length} tokens: {reason!r}"
-        return GenerateFailed(id=id, error=why, unusable=True)  # never the prompt's fault
-    mask = _mask(completion) if sampling.mask else None
-    if isinstance(mask, str):
-        return GenerateFailed(id=id, error=mask, unusable=True)
+        raise DataError(f"the engine ended the completion after {length} tokens: {reason!r}")
+    spans = [
+        VersionSpan(INITIAL if label == ENGINE_LABEL else Version.parse(label), start, end)
+        for label, start, end in completion.versions
+        if end != start
+    ]
     topk_TK = np.full((length, sampling.student_topk), -1, np.int32)
     ids, logprob = (of[:, 1 : 1 + sampling.student_topk] for of in (completion.ids, completion.logprob))
     topk_TK[:, : ids.shape[1]] = np.where(np.isneginf(logprob), -1, ids)  # a vocabulary may have fewer than K
@@ -126,21 +105,21 @@ def generated(
         id=id,
         token_ids=pack(completion.token_ids),
         logprob=pack(completion.logprob[:, 0]),
-        spans=parse_spans(completion.versions, length),
+        spans=spans,
         finish_reason=reason,  # type: ignore[arg-type]
         topk_ids=pack(topk_TK) if sampling.student_topk else None,
-        mask=mask,
+        mask=_mask(completion) if sampling.mask else None,
         routes=None if routes is None else pack(routes),
     )
 
 
-def _mask(completion: Completion) -> SamplingMask | str:
-    """What every token was sampled from, or why it is not known: the K ids do not hold all of it."""
+def _mask(completion: Completion) -> SamplingMask:
+    """What every token was sampled from. Raises DataError where the K ids do not hold all of it."""
     ids_TK, logprob_TK = completion.ids[:, 1:], completion.logprob[:, 1:]
     left_TK = np.isfinite(logprob_TK)
     mass_T = np.exp(logprob_TK, where=left_TK, out=np.zeros_like(logprob_TK)).sum(1)
     if (least := mass_T.min(initial=1.0)) < 1 - _MASS_ROUNDING:
-        return (
+        raise DataError(
             f"the {ids_TK.shape[1]} most likely ids of a token hold {least:.4f} of what it was sampled from, "
             "and a sampling mask needs all: the engine must sample with the top_k of the request, and give "
             "log-probabilities of what it sampled from (--logprobs-mode processed_logprobs)"

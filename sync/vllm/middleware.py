@@ -102,8 +102,6 @@ class _Routes:
 
     async def _generate(self, request: Request) -> ASGIApp:
         message = await read_message(request, wire.GenerateRequest)
-        if problem := completions.sampling_problem(message.sampling):
-            raise WireError(problem)
         adapter = await self._adapter(request)
         if message.sampling.routes and self._routes is None:
             await self._record_routes(request)
@@ -221,15 +219,15 @@ class Generation:
         except vllm_compat.EngineFailed as error:
             return wire.GenerateFailed(id=prompt.id, error=f"the engine failed: {error}", unusable=True)
         routes = None
-        if sampling.routes and self._routes is not None and completion.token_ids.size:
-            read = np.array(prompt.token_ids[prompt.routes_from :], np.int32)
-            token_ids = np.concatenate([read, completion.token_ids])
-            try:
+        try:
+            if sampling.routes and self._routes is not None and completion.token_ids.size:
+                read = np.array(prompt.token_ids[prompt.routes_from :], np.int32)
+                token_ids = np.concatenate([read, completion.token_ids])
                 native = None if completion.routes is None else completion.routes[prompt.routes_from :]
                 routes = await self._routes.routes(request_id, token_ids, native)
-            except DataError as error:
-                return wire.GenerateFailed(id=prompt.id, error=str(error), unusable=True)
-        return completions.generated(prompt.id, completion, sampling, routes)
+            return completions.generated(prompt.id, completion, sampling, routes)
+        except (DataError, WireError) as error:
+            return wire.GenerateFailed(id=prompt.id, error=str(error), unusable=True)
 
 
 # --- updates --------------------------------------------------------------------------------------------
@@ -313,16 +311,15 @@ class Updater:
     async def _stage(self, request: wire.UpdateRequest) -> int:
         """Bytes that came, from the store or by broadcast; the version is staged in all workers. Raises
         SnapshotError or StoreError when it is not; nothing has changed then."""
-        update = self._config.model_dump(include={"timeout_seconds", "staging_bytes"})
-        bytes_read = 0
+        path, ticket, bytes_read = None, None, 0
         if request.broadcast is None:
             self._mirror.follow(self._claim.run_id)
             await asyncio.to_thread(self._promote)
             mirrored = await asyncio.to_thread(self._mirror.stage, request.version)
-            update["path"], bytes_read = str(mirrored.path), mirrored.bytes_read
+            path, bytes_read = str(mirrored.path), mirrored.bytes_read
         else:
-            update["broadcast"] = msgspec.to_builtins(request.broadcast)
-        await vllm_compat.call_workers(self._engine, "distill_prepare", update)
+            ticket = msgspec.to_builtins(request.broadcast)
+        await vllm_compat.call_workers(self._engine, "distill_prepare", path, ticket)
         while True:
             workers = await vllm_compat.call_workers(self._engine, "distill_prepared")
             if errors := [worker["error"] for worker in workers if worker["error"] is not None]:

@@ -12,7 +12,19 @@ from starlette.applications import Starlette
 
 from sync.base.errors import SnapshotError, StoreError
 from sync.base.settings import ReplicaConfig
-from sync.wire import GenerateRequest, RunIdentity, Sampling, UpdateRequest, Version, encode
+from sync.wire import (
+    Generated,
+    GenerateFailed,
+    GeneratePrompt,
+    GenerateRequest,
+    RunIdentity,
+    Sampling,
+    UpdateRequest,
+    Version,
+    VersionSpan,
+    encode,
+    frames,
+)
 from sync.wire.claims import Claim
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -56,6 +68,14 @@ class Engine:
     async def update_weight_version(self, label: str) -> None:
         self._called("stamp")
         self.label = label
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, lora_request: Any) -> Any:
+        """A token by the weights of a label that is not the project's, from the first prompt."""
+        label = "of others" if request_id.startswith("first") else "default"
+        one = {"token_ids": [3], "finish_reason": "length", "routed_experts": None}
+        flat = SimpleNamespace(logprobs=[-1.0], token_ids=[3])
+        spans = [SimpleNamespace(version=label, start=0, end=1)]
+        yield SimpleNamespace(outputs=[SimpleNamespace(**one, logprobs=flat, weight_versions=spans)])
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self._called(method)
@@ -162,24 +182,31 @@ async def test_the_folder_that_is_served_is_never_staged_into(engine: Engine, up
     assert (mirror.live, mirror.spare) == (Version(0, 3), Version(0, 2))
 
 
-@pytest.mark.parametrize("route", ["generate", "update"])
-async def test_vllms_own_routes_offer_the_adapter_once_it_is_in_place(
-    engine: Engine, tmp_path: Path, route: str
-) -> None:
+def replica(
+    engine: Engine, folder: Path, offered: dict[str, Any], **config: Any
+) -> tuple[Any, httpx.AsyncClient]:
+    """A replica's routes on `engine`, and a client of them."""
     from sync.vllm.middleware import _Routes
 
-    config = ReplicaConfig(run="toy", store_path=tmp_path, mirror=tmp_path / "mirror", lora_rank=4)
-    offered: dict[str, Any] = {}
+    settings = ReplicaConfig(run="toy", store_path=folder, mirror=folder / "mirror", **config)
     app = Starlette()
     app.state.engine_client = engine
     app.state.openai_serving_models = SimpleNamespace(lora_requests=offered)
-    routes = _Routes(app, config, Claim(RunIdentity("toy", "aa")))
+    routes = _Routes(app, settings, Claim(RunIdentity("toy", "aa")))
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
         await routes({**scope, "app": app}, receive, send)
 
-    transport = httpx.ASGITransport(guarded)
-    async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
+    return routes, httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://replica")
+
+
+@pytest.mark.parametrize("route", ["generate", "update"])
+async def test_vllms_own_routes_offer_the_adapter_once_it_is_in_place(
+    engine: Engine, tmp_path: Path, route: str
+) -> None:
+    offered: dict[str, Any] = {}
+    routes, client = replica(engine, tmp_path, offered, lora_rank=4)
+    async with client:
         assert (await client.get("/distill/v1/state")).status_code == 200
         assert offered == {}
         routes._updater._mirror.close()
@@ -188,3 +215,16 @@ async def test_vllms_own_routes_offer_the_adapter_once_it_is_in_place(
         assert (await client.post(f"/distill/v1/{route}", content=encode(message))).status_code == 200
     assert list(offered) == ["student"]
     assert ("distill_apply" if route == "update" else "distill_revert") in engine.calls
+
+
+async def test_a_completion_by_weights_of_others_fails_alone(engine: Engine, tmp_path: Path) -> None:
+    prompts = [GeneratePrompt(id, [1, 2]) for id in ("first", "second")]
+    asked = GenerateRequest(sampling=Sampling(max_tokens=1), prompts=prompts)
+    routes, client = replica(engine, tmp_path, {})
+    async with client:
+        response = await client.post("/distill/v1/generate", content=encode(asked))
+    routes._updater._mirror.close()
+    answers = {answer.id: answer for answer in frames(response.content, Generated | GenerateFailed)}
+    assert answers["first"].unusable
+    assert "'of others' is not a version" in answers["first"].error
+    assert answers["second"].spans == [VersionSpan(Version(0, 0), 0, 1)]

@@ -6,23 +6,21 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from sync.base.errors import WireError
+from sync.base.errors import DataError, WireError
 from sync.vllm.completions import (
     Completion,
     Limits,
     generated,
-    parse_spans,
     prompt_problem,
     ranks,
-    sampling_problem,
 )
 from sync.wire import (
-    GenerateFailed,
     GeneratePrompt,
     GenerateRequest,
     Sampling,
     Version,
     VersionSpan,
+    checks,
     decode,
     encode,
     unpack,
@@ -55,18 +53,20 @@ def masked(chances: list[list[float]]) -> Completion:
 
 
 def test_labels_of_versions_become_spans_and_the_engines_own_label_is_step_zero():
-    spans = parse_spans([("default", 0, 3), ("L002-v00000007", 3, 3), ("L002-v00000008", 3, 5)], 5)
+    labels = [("default", 0, 3), ("L002-v00000007", 3, 3), ("L002-v00000008", 3, 5)]
+    spans = generated("a", completion(5, 0, versions=labels), topk(0)).spans
     assert spans == [VersionSpan(Version(0, 0), 0, 3), VersionSpan(Version(2, 8), 3, 5)]
-    assert parse_spans([], 0) == []
+    with pytest.raises(WireError, match="'new' is not a version"):
+        generated("a", completion(5, 0, versions=[("new", 0, 5)]), topk(0))
 
 
 @pytest.mark.parametrize(
     "labels",
-    [[], [("default", 0, 4)], [("default", 1, 5)], [("default", 0, 2), ("default", 3, 5)], [("new", 0, 5)]],
+    [[], [("default", 0, 4)], [("default", 1, 5)], [("default", 0, 2), ("default", 3, 5)]],
 )
-def test_spans_that_do_not_cover_every_token_once_are_refused(labels):
-    with pytest.raises(WireError):
-        parse_spans(labels, 5)
+def test_spans_that_do_not_cover_every_token_once_are_told_and_refused(labels):
+    answer = generated("a", completion(5, 0, versions=labels), topk(0))
+    assert "contiguous from 0 to 5" in str(checks.generated(answer, topk(0), 10))
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,6 @@ def test_impossible_sampling_is_named(sampling, says):
         decode(encode(GenerateRequest(sampling=sampling, prompts=[])), GenerateRequest)
 
 
-def test_a_sampling_mask_needs_a_bound():
-    cut = Sampling(max_tokens=1, top_p=0.9, mask=True)
-    assert "top_k is 0: set it" in sampling_problem(cut)
-    assert sampling_problem(replace(cut, top_k=4)) is None
-    assert sampling_problem(replace(cut, mask=False)) is None
-
-
 def test_the_first_column_is_the_sampled_token_and_the_others_are_the_topk():
     answer = generated("a", completion(3, 2), topk(2))
     assert unpack(answer.logprob).tolist() == [0, -3, -6]
@@ -136,8 +129,8 @@ def test_a_mask_holds_the_ids_that_were_left_most_likely_first():
 
 
 def test_a_mask_that_is_not_complete_is_refused():
-    answer = generated("a", masked([[0.5, 0.3, 0.15, 0.0]]), Sampling(5, top_k=3, mask=True))
-    assert "hold 0.9500 of what it was sampled from" in answer.error
+    with pytest.raises(DataError, match=r"hold 0\.9500 of what it was sampled from"):
+        generated("a", masked([[0.5, 0.3, 0.15, 0.0]]), Sampling(5, top_k=3, mask=True))
 
 
 def test_ties_at_the_least_logit_of_a_mask_are_asked_for():
@@ -151,11 +144,11 @@ def test_an_aborted_completion_may_be_empty_and_nothing_else_may():
     assert generated("a", completion(2, 0, "time"), topk(0)).finish_reason == "time"
     assert generated("a", completion(0, 0, "time", []), topk(0)).token_ids.shape == (0,)
     assert unpack(generated("a", completion(0, 2, "abort", []), topk(2)).topk_ids).shape == (0, 2)
-    assert isinstance(generated("a", completion(0, 0, "stop", []), topk(0)), GenerateFailed)
+    with pytest.raises(DataError, match="after 0 tokens: 'stop'"):
+        generated("a", completion(0, 0, "stop", []), topk(0))
 
 
 @pytest.mark.parametrize("reason", [None, "error", "repetition"])
 def test_an_end_that_is_no_completion_is_a_failure_with_its_reason(reason):
-    answer = generated("a", completion(3, 0, reason), topk(0))
-    assert repr(reason) in answer.error
-    assert answer.unusable, "never the prompt's fault"
+    with pytest.raises(DataError, match=repr(reason)):
+        generated("a", completion(3, 0, reason), topk(0))
