@@ -8,7 +8,6 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, BinaryIO
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -16,25 +15,13 @@ from starlette.routing import Route
 
 from distill.interfaces import Components
 from distill.metrics.prometheus import Figures
-from distill.record.store import Store
 from distill.registry import Registry
 from distill.trainer_api.session import Event, TrainerSession
 from sync import wire
-from sync.base.errors import (
-    ConfigError,
-    RemoteError,
-)
+from sync.base.errors import ConfigError, RemoteError
 from sync.wire import Message, checks, server
 from sync.wire.peers import Role
-from sync.wire.server import (
-    KEEP_ALIVE_SECONDS,
-    bind_alone,
-    check_bind,
-    process_registry,
-    read_message,
-    refuse,
-    reply,
-)
+from sync.wire.server import bind_alone, check_bind, process_registry, read_message, refuse, reply
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -59,9 +46,8 @@ def application(
         return Response(body, media_type=wire.CONTENT_TYPE)
 
     async def broadcast(request: Request) -> Response:
-        return reply(
-            wire.BroadcastMembers(lost=session.broadcasts.lost_members(request.path_params["group"]))
-        )
+        lost = session.broadcasts.lost_members(request.path_params["group"])
+        return reply(wire.BroadcastMembers(lost=lost))
 
     def unknown(name: str) -> Response:
         return refuse(404, f"no teacher {name!r}; there are {', '.join(sorted(teachers))}")
@@ -82,6 +68,9 @@ def application(
         name = request.path_params["name"]
         return reply(teachers[name].servers()) if name in teachers else unknown(name)
 
+    async def record(_: Request) -> Response:
+        return StreamingResponse(_pieces(await parts.store.copy()), media_type="application/vnd.sqlite3")
+
     routes = [
         Route("/v1/hello", _messages(wire.TrainerHello, session.hello), methods=["POST"]),
         Route("/v1/batch", while_serving(batch), methods=["POST"]),
@@ -89,22 +78,13 @@ def application(
         Route("/v1/broadcasts/{group}", broadcast),
         Route("/v1/teachers/{name}/head", while_serving(head)),
         Route("/v1/teachers/{name}", servers),
-        *_server_routes(registry),
-        *_people_routes(parts.store, why),
+        Route("/v1/servers", _message(registry.listing)),
+        Route("/v1/servers", _messages(wire.ServerRegisters, registry.register), methods=["POST"]),
+        Route("/v1/servers/leave", _messages(wire.ServerLeaves, registry.leave), methods=["POST"]),
+        Route("/v1/record", while_serving(record)),
+        Route("/v1/why", _message(lambda: wire.Why(lines=why()))),
     ]
     return server.application(Role.CONTROLLER, routes, metrics, token or "", parts.claim)
-
-
-def _people_routes(store: Store, why: Callable[[], list[str]]) -> list[Route]:
-    """What people ask of a run that goes on."""
-
-    async def record(_: Request) -> Response:
-        return StreamingResponse(_pieces(await store.copy()), media_type="application/vnd.sqlite3")
-
-    async def waiting(_: Request) -> Response:
-        return reply(wire.Why(lines=why()))
-
-    return [Route("/v1/record", while_serving(record)), Route("/v1/why", waiting)]
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:
@@ -113,17 +93,11 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
             yield piece
 
 
-def _server_routes(registry: Registry) -> list[Route]:
-    """Which servers and trainer machines the run has, and how they join and leave while it goes on."""
+def _message(answer: Callable[[], Message]) -> Handler:
+    async def handler(_: Request) -> Response:
+        return reply(answer())
 
-    async def listing(_: Request) -> Response:
-        return reply(registry.listing())
-
-    return [
-        Route("/v1/servers", listing),
-        Route("/v1/servers", _messages(wire.ServerRegisters, registry.register), methods=["POST"]),
-        Route("/v1/servers/leave", _messages(wire.ServerLeaves, registry.leave), methods=["POST"]),
-    ]
+    return handler
 
 
 def _messages(kind: Any, answer: Callable[[Any], Awaitable[Message]]) -> Handler:
@@ -157,38 +131,20 @@ def listen(host: str, port: int, token: str | None) -> socket.socket:
             f"controller cannot listen on {host}:{port} ({error.strerror}): "
             "choose another controller.port, or 0 for any free one"
         ) from None
-    bound.setsockopt(
-        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-    )  # its connections will not keep a successor out
+    # its connections will not keep a successor out
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return bound
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: those are the launcher's."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @contextlib.asynccontextmanager
 async def serving(app: Starlette, bound: socket.socket) -> AsyncIterator[None]:
     """Serve on `bound` while inside; running requests are cut off at the end."""
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=1,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        )
-    )
+    controller = server.guest_server(app)
     bound.listen()  # who connects before the server has started waits for it
-    task = asyncio.create_task(server.serve(sockets=[bound]))
+    task = asyncio.create_task(controller.serve(sockets=[bound]))
     try:
         yield
     finally:
-        server.should_exit = True
+        controller.should_exit = True
         await task
         bound.close()

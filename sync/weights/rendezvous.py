@@ -19,7 +19,6 @@ from typing import Any, Final, Literal
 
 import msgspec
 import torch
-import uvicorn
 from blake3 import blake3
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
@@ -31,7 +30,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from sync.base.errors import RemoteError, Unreachable, WireError
 from sync.wire import KeyReply, KeyRequest, decode, encode
 from sync.wire.client import MAX_SMALL, BlockingPeer, in_loop
-from sync.wire.server import KEEP_ALIVE_SECONDS, application, bind_alone, read_message, reply
+from sync.wire.server import application, bind_alone, guest_server, read_message, reply
 
 _SLICE_SECONDS: Final = 0.25
 """Longest that the server lets one request wait for keys."""
@@ -110,9 +109,7 @@ class Served:
         listener = bind_alone(host, port)
         listener.listen(128)  # every replica connects, all at once
         self.port = int(listener.getsockname()[1])
-        limits: Any = {"timeout_keep_alive": KEEP_ALIVE_SECONDS, "timeout_graceful_shutdown": 1}
-        quiet: Any = {"log_config": None, "access_log": False, "lifespan": "off"}
-        self._server = uvicorn.Server(uvicorn.Config(app, **limits, **quiet))
+        self._server = guest_server(app)
         self._serving = in_loop(self._server.serve(sockets=[listener]))
 
     def ask(self, ask: KeyRequest) -> bytes | None:

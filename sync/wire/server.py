@@ -13,7 +13,7 @@ import logging
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -32,6 +32,9 @@ from sync.base.secrets import redact_process
 from sync.wire import CONTENT_TYPE, Message, decode, encode
 from sync.wire.claims import MODEL_HEADER, RUN_HEADER, Claim, parse
 from sync.wire.peers import ROLE_HEADER, Role
+
+if TYPE_CHECKING:
+    import uvicorn
 
 logger = logging.getLogger(__name__)
 MAX_BODY: Final = 1 << 30
@@ -266,16 +269,22 @@ refused while its body was still coming, and who is cut off then does not learn 
 def serve_app(app: ASGIApp, host: str, port: int, grace: int) -> None:
     """Answer on a port that a launcher may hold, until SIGTERM or SIGINT and `grace` seconds more. Raises
     ConfigError when another server has the port."""
+    _uvicorn(app, grace, log_level="warning").run(sockets=[join_port(host, port)])
+
+
+def guest_server(app: ASGIApp) -> uvicorn.Server:
+    """A server for an event loop that is not its own: signals and logs are left to the process. Requests
+    under way are cut off a second after its `should_exit`."""
+    server = _uvicorn(app, 1, log_config=None, lifespan="off")
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]
+    return server
+
+
+def _uvicorn(app: ASGIApp, grace: int, **options: Any) -> uvicorn.Server:
     import uvicorn
 
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=grace,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-    )
-    uvicorn.Server(config).run(sockets=[join_port(host, port)])
+    limits: Any = {"timeout_graceful_shutdown": grace, "timeout_keep_alive": KEEP_ALIVE_SECONDS}
+    return uvicorn.Server(uvicorn.Config(app, access_log=False, **limits, **options))
 
 
 def bind_alone(host: str, port: int) -> socket.socket:
