@@ -47,19 +47,6 @@ from sync.weights.snapshots.checkpoint import NamedTensors, read_folder
 from sync.wire import BroadcastTicket, Routing
 
 
-class Update(msgspec.Struct, frozen=True):
-    """Where one version comes from: one of both."""
-
-    path: str | None = None
-    """A checkpoint or adapter folder."""
-    broadcast: BroadcastTicket | None = None
-    """Ticket of this replica's first worker; worker i has the i-th rank from there."""
-    timeout_seconds: float = 0.0
-    """Limit of every wait of the broadcast."""
-    staging_bytes: int | None = None
-    """The limit of `ReplicaConfig`."""
-
-
 class CheckpointEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]):
     """Brings checkpoints into one worker's model, or adapters when it was started for them. Registered as
     "distill" by `sync.vllm.plugin`."""
@@ -76,31 +63,32 @@ class CheckpointEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTransf
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        # an engine without the variable follows no run: tests and programs of others start it so
-        known_ids = ReplicaConfig.from_environment().known_ids if REPLICA_VARIABLE in os.environ else None
-        leave_out_padding(model, vllm_config, known_ids)
+        self._config = ReplicaConfig(run="", store_path=Path(), mirror=Path())
+        if REPLICA_VARIABLE in os.environ:  # without it an engine follows no run: others may start it so
+            self._config = ReplicaConfig.from_environment()
+        leave_out_padding(model, vllm_config, self._config.known_ids)
         self._adapters = vllm_config.lora_config is not None
         start = partial(initial_weights, vllm_config, model)
         name, read = ("no adapter", tuple) if self._adapters else ("the model folder of the start", start)
-        self.swap = Swap(Source(name, read, self._stage(None)))
+        self.swap = Swap(Source(name, read, self._stage()))
         self._receiver: Receiver | None = None  # from the first broadcast on
         self._reception: Reception | None = None
         self._preparing: Future[None] | None = None
 
-    def prepare(self, update: Update, rank: int) -> None:
-        """Begin to receive or read one version and to stage it, in the background, after what began before.
-        `rank`: of this worker in its replica."""
+    def prepare(self, path: str | None, ticket: BroadcastTicket | None) -> None:
+        """Begin to read the checkpoint or adapter folder `path`, or to receive it by this worker's `ticket`,
+        and to stage it, in the background, after what began before."""
         before, reception = self._preparing, None
-        if update.broadcast is not None:
-            ticket = msgspec.structs.replace(update.broadcast, rank=update.broadcast.rank + rank)
+        if ticket is not None:
             if self._receiver is None:
-                self._receiver = Receiver(update.timeout_seconds, self.device, token_from_environment())
+                limit = self._config.timeout_seconds
+                self._receiver = Receiver(limit, self.device, token_from_environment())
             reception = self._receiver.receive(ticket)
 
         def work() -> None:
             if before is not None:
                 wait([before])
-            self.swap.prepare(self._source(update, reception))
+            self.swap.prepare(self._source(path, reception))
 
         self._reception, self._preparing = reception, in_thread(work)
 
@@ -120,13 +108,12 @@ class CheckpointEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTransf
         """Free what the last update replaced, in the background."""
         self._reception, self._preparing = None, in_thread(self.swap.settle)
 
-    def _source(self, update: Update, reception: Reception | None) -> Source:
+    def _source(self, path: str | None, reception: Reception | None) -> Source:
         """Waits for the broadcast, where the version comes by one."""
-        room = update.staging_bytes
-        if update.path is not None:
-            path = Path(update.path)
-            settings = (path / "adapter_config.json").read_text() if self._adapters else None
-            return Source(str(path), partial(read_folder, path), self._stage(room, settings))
+        if path is not None:
+            folder = Path(path)
+            settings = (folder / "adapter_config.json").read_text() if self._adapters else None
+            return Source(path, partial(read_folder, folder), self._stage(settings))
         assert reception is not None, "a path or a ticket"
         received = reception.result()
         if (received.adapter_config is not None) != self._adapters:
@@ -136,27 +123,24 @@ class CheckpointEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTransf
                 f"broadcast {received.group} is {sent} and this replica was started for {expected}: start "
                 "trainer and replica with the same [trainer.lora]"
             )
-        stage = self._stage(room, received.adapter_config)
+        stage = self._stage(received.adapter_config)
         return Source(f"broadcast {received.group}", received.tensors.items, stage, received.digests)
 
-    def _stage(self, room: int | None, settings: str | None = None) -> Callable[[NamedTensors], Place]:
+    def _stage(self, settings: str | None = None) -> Callable[[NamedTensors], Place]:
         """`settings`: of `stage_adapter`; the empty adapter leaves the model as it was started."""
         if self._adapters:
             return partial(stage_adapter, self.model, self.vllm_config, settings)
+        room = self._config.staging_bytes
         return partial(stage_weights, self.model, self.vllm_config, self.device, room)
-
-    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """Nothing to do."""
-
-    def start_weight_update(self) -> None:
-        """Nothing to do: an update is one call, so that it cannot be left half made."""
 
     def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
         """Refused: vLLM's own session has no revert."""
         raise RuntimeError("weights come through /distill/v1/update alone")
 
-    def finish_weight_update(self) -> None:
-        """Nothing to do."""
+    def _nothing(self, *_: Any) -> None:
+        """Of that session: an update of ours is one call, so that it cannot be left half made."""
+
+    init_transfer_engine = start_weight_update = finish_weight_update = _nothing
 
     def shutdown(self) -> None:
         """Let go of the trainer; a reception under way ends with its time-out."""
@@ -182,9 +166,13 @@ class WorkerExtension:
     distill_record: RouteRecord | None = None
     """Set by the first `distill_record_routes`."""
 
-    def distill_prepare(self, update: dict[str, Any]) -> None:
-        """Begin to stage an `Update`; see `distill_prepared`."""
-        self.weight_transfer_engine.prepare(convert(update, Update), self.rank)
+    def distill_prepare(self, path: str | None, broadcast: dict[str, Any] | None = None) -> None:
+        """Begin to stage a version, from a folder or by the ticket of this replica's first worker; worker i
+        has the i-th rank from there. See `distill_prepared`."""
+        ticket = None if broadcast is None else convert(broadcast, BroadcastTicket)
+        if ticket is not None:
+            ticket = msgspec.structs.replace(ticket, rank=ticket.rank + self.rank)
+        self.weight_transfer_engine.prepare(path, ticket)
 
     def distill_prepared(self) -> dict[str, Any]:
         return self.weight_transfer_engine.progress()

@@ -42,7 +42,7 @@ OURS = {
 
 def swap(rpc: Callable[..., list[Any]], folder: str) -> str | None:
     """Bring an engine's worker to the checkpoint in `folder`; why it refuses it, None: it holds it."""
-    rpc("distill_prepare", args=({"path": folder},))
+    rpc("distill_prepare", args=(folder,))
     while not (answer := rpc("distill_prepared")[0])["done"]:
         time.sleep(0.01)
     return answer["error"] or rpc("distill_apply")[0]
