@@ -15,8 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -163,14 +162,6 @@ def routes_of(message: dict[str, Any] | None, token_ids: np.ndarray) -> np.ndarr
 # --- API process ----------------------------------------------------------------------------------------
 
 
-class RouteSource(Protocol):
-    """Where the routes of finished completions are."""
-
-    async def routes(self, request: str, token_ids: np.ndarray, native: np.ndarray | None) -> np.ndarray:
-        """Routes u1 or i4 [P + T - 1, M, K] of `request`, a sequence of `token_ids` i4 [P + T], of which the
-        engine gave `native`. Raises DataError when there are none, or not for every position."""
-
-
 class NativeRoutes(NamedTuple):
     """Routes that an engine records itself, for all layers of the model, those without experts too."""
 
@@ -179,6 +170,8 @@ class NativeRoutes(NamedTuple):
     """The M that have experts."""
 
     async def routes(self, request: str, token_ids: np.ndarray, native: np.ndarray | None) -> np.ndarray:
+        """Routes u1 or i4 [P + T - 1, M, K] of `request`, a sequence of `token_ids` i4 [P + T], of which the
+        engine gave `native`. Raises DataError when there are none, or not for every position."""
         if native is None or native.shape[::2] != (len(token_ids) - 1, self.shape.chosen):
             raise DataError(
                 f"the engine gave {0 if native is None else native.shape} routes of a sequence of "
@@ -188,41 +181,38 @@ class NativeRoutes(NamedTuple):
         return native[:, self.layers].astype(self.shape.dtype)
 
 
-@dataclass
-class _Call:
-    """One call to the worker, that is to be made or under way."""
-
-    names: list[str] = field(default_factory=list)
-    answers: asyncio.Task[list[dict[str, Any] | None]] | None = None
+Messages: TypeAlias = list[dict[str, Any] | None]
+"""Of `RouteRecord.take`, of several requests."""
 
 
 class RouteQueue:
     """Takes the routes of completions that end together by one call to the worker, which then does not
     generate."""
 
-    def __init__(self, take: Callable[[list[str]], Awaitable[list[dict[str, Any] | None]]]) -> None:
-        """`take`: see `RouteRecord.take`, of several requests."""
+    def __init__(self, take: Callable[[list[str]], Awaitable[Messages]]) -> None:
         self._take = take
-        self._next: _Call | None = None
+        self._next: tuple[list[str], asyncio.Task[Messages]] | None = None  # a call that is to be made
         self._busy = asyncio.Lock()
 
     async def routes(self, request: str, token_ids: np.ndarray, native: np.ndarray | None) -> np.ndarray:
-        """See `RouteSource`; raises what the call raises, too."""
+        """See `NativeRoutes`; raises what the call raises, too."""
         return routes_of(await self.take(request), token_ids)
 
     async def take(self, request: str) -> dict[str, Any] | None:
         """The message of a request whose completion was given out. Raises what the call raises."""
-        call = self._next
-        if call is None or len(call.names) == TOGETHER:
-            call = self._next = _Call()
-            call.answers = asyncio.create_task(self._answers(call))
-        place = len(call.names)
-        call.names.append(request)
-        assert call.answers is not None
-        return (await asyncio.shield(call.answers))[place]  # who leaves does not end it for the others
+        if self._next is None or len(self._next[0]) == TOGETHER:
+            requests: list[str] = []
+            self._next = requests, asyncio.create_task(self._answers(requests))
+        requests, answers = self._next
+        place = len(requests)
+        requests.append(request)
+        return (await asyncio.shield(answers))[place]  # who leaves does not end it for the others
 
-    async def _answers(self, call: _Call) -> list[dict[str, Any] | None]:
+    async def _answers(self, requests: list[str]) -> Messages:
         async with self._busy:
-            if self._next is call:
+            if self._next is not None and self._next[0] is requests:
                 self._next = None
-            return await self._take(call.names)
+            return await self._take(requests)
+
+
+RouteSource: TypeAlias = NativeRoutes | RouteQueue
