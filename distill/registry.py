@@ -101,7 +101,10 @@ class Registry:
             return self._lease(name, 0.0)
         url, holder, answers = registration.url.rstrip("/"), self._holders.get(name), True
         if holder is None:
-            holder, answers = await self._joined(name, url)
+            assert self._connect is not None, "none is expected then"
+            address = Address(name, url)
+            answers = await self._pool.join(self._connect(address), name)
+            holder = self._holders[name] = _Holder(address, expected=False)
         elif holder.boot not in (None, boot):
             self._lose(name)
         if holder.address.url != url:
@@ -177,14 +180,6 @@ class Registry:
         taken = self._holders.keys() | self._pool.replicas.keys() | self._configured
         return next(name for index in itertools.count() if (name := f"student-{index}") not in taken)
 
-    async def _joined(self, name: str, url: str) -> tuple[_Holder, bool]:
-        """A further replica, in the pool, and whether it answers."""
-        assert self._connect is not None, "none is expected then"
-        address = Address(name, url)
-        answers = await self._pool.join(self._connect(address), name)
-        holder = self._holders[name] = _Holder(address, expected=False)
-        return holder, answers
-
     async def leave(self, leaving: ServerLeaves) -> Servers:
         """Forget a process; the others. Raises RemoteError when there is none.
 
@@ -234,10 +229,8 @@ class Registry:
         """Every replica, and every other server that registers."""
         replicas = [
             ServerStatus(
-                replica.name,
-                None
-                if name in self._holders and self._holders[name].address.url is None
-                else replica.engine.url,
+                name,
+                self._holders[name].address.url if name in self._holders else replica.engine.url,
                 replica.phase.value,
                 replica.version,
                 replica.in_flight,

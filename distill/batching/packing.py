@@ -25,7 +25,6 @@ from msgspec.structs import replace
 from distill.buffer import Batch, StepOf
 from distill.prompts.stream import group_of
 from distill.record.rollout import Rollout
-from sync.base.errors import DataError
 from sync.wire import (
     PARTED_BYTES,
     TOKEN_PARTS,
@@ -87,13 +86,11 @@ def pack_batch(batch: Batch, world_size: int, shape: Shape, step_of: StepOf) -> 
     weights = dict(zip((rollout.id for rollout in batch.rollouts), batch.weights, strict=False))
     groups = group_rewards(batch.rollouts, group_of) if shape.group > 1 else {}
     rollouts = [_cut(rollout, shape.supervised) for rollout in batch.rollouts]
-    shares = _shares(rollouts, world_size, shape)
+    lengths = [rollout.prompt.shape[0] + rollout.length for rollout in rollouts]
+    split = rectangles if shape.padded else end_to_end
+    places = split(lengths, [_widths(rollout) for rollout in rollouts], world_size, shape.micro_batch_tokens)
+    shares = [[[rollouts[place] for place in micro] for micro in share] for share in places]
     count = max(len(share) for share in shares)
-    templates = {rollout.kept is None: rollout for rollout in rollouts}
-
-    def like(micro: list[Rollout]) -> Rollout:
-        return templates[micro[0].kept is None] if micro else rollouts[0]
-
     index = {name: i for i, name in enumerate(shape.teachers)}
     denominator, step = sum(rollout.own_length for rollout in rollouts), batch.version.step
     return [
@@ -101,7 +98,7 @@ def pack_batch(batch: Batch, world_size: int, shape: Shape, step_of: StepOf) -> 
             version=batch.version,
             denominator=denominator,
             micro_batches=[
-                rows_of(micro, like(micro), index, step_of, step, weights, groups)
+                rows_of(micro, (micro or rollouts)[0], index, step_of, step, weights, groups)
                 for micro in share + [[]] * (count - len(share))
             ],
         )
@@ -159,14 +156,6 @@ def _widths(rollout: Rollout) -> tuple[tuple[int, ...], str]:
     return (*sizes, int(rollout.reward is not None)), rollout.teacher if rollout.kept else ""
 
 
-def _shares(rollouts: Sequence[Rollout], ranks: int, shape: Shape) -> list[list[list[Rollout]]]:
-    split = rectangles if shape.padded else end_to_end
-    lengths = [rollout.prompt.shape[0] + rollout.length for rollout in rollouts]
-    kinds = [_widths(rollout) for rollout in rollouts]
-    places = split(lengths, kinds, ranks, shape.micro_batch_tokens)
-    return [[[rollouts[place] for place in micro] for micro in share] for share in places]
-
-
 def rows_of(
     rollouts: Sequence[Rollout],
     template: Rollout,
@@ -178,12 +167,13 @@ def rows_of(
 ) -> Rows:
     """Rows of rollouts, in order, trained on top of `step`.
 
-    `template` has the optional arrays that there are when there are no rollouts. By rollout's id: its loss
-    weight (empty: 1 for all), and the rewards that its own is compared with (empty: those of the step).
+    `template`: the first of them; where there are none, one that has the optional arrays. By rollout's id:
+    its loss weight (empty: 1 for all), and the rewards that its own is compared with (empty: those of the
+    step).
     """
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     assert len(rewards) in (0, len(rollouts)), "rows of one micro-batch all have a reward or none has"
-    rewarded = (rollouts[0] if rollouts else template).reward is not None
+    rewarded = template.reward is not None
     scores = [rollout.scored for rollout in rollouts]
     token_step, off_path = _token_steps(rollouts, step_of, step)
 
@@ -194,11 +184,10 @@ def rows_of(
         return _join([getattr(score, name, None) for score in scores], getattr(template.scored, name, None))
 
     by_teacher = [rollout.by_teacher for rollout in rollouts]
-    baseline, deviation = _compared(rollouts, groups if rewarded else {})
     routes = [rollout.routes for rollout in rollouts if rollout.routes is not None]
     return Rows(
         ids=[rollout.id for rollout in rollouts],
-        tokens=_tokens(rollouts),
+        tokens=_join([part for row in rollouts for part in (row.prompt, row.tokens)], template.tokens),
         prompt_lens=_array("i4", [rollout.prompt.shape[0] for rollout in rollouts]),
         completion_lens=_array("i4", [rollout.length for rollout in rollouts]),
         behavior_logprob=student("logprob"),
@@ -214,8 +203,7 @@ def rows_of(
         reward=_array("f4", rewards) if rewarded else None,
         truncated=_array("u1", [rollout.truncated for rollout in rollouts]),
         weight=_array("f4", [weights[rollout.id] for rollout in rollouts]) if weights else None,
-        baseline=baseline,
-        deviation=deviation,
+        **_compared(rollouts, groups if rewarded else {}),
         by_teacher=_array("u1", by_teacher) if any(by_teacher) else None,
         kept=[rollout.kept for rollout in rollouts] if template.kept else None,
         teacher_prompts=[rollout.teacher_prompt for rollout in rollouts] if template.kept else None,
@@ -229,21 +217,12 @@ def rows_of(
     )
 
 
-def _tokens(rollouts: Sequence[Rollout]) -> Array:
-    """Each prompt, then its completion."""
-    data = b"".join(part for rollout in rollouts for part in (rollout.prompt.data, rollout.tokens.data))
-    return Array("i4", (len(data) // 4,), data)
-
-
-def _compared(
-    rollouts: Sequence[Rollout], groups: Mapping[str, GroupRewards]
-) -> tuple[Array | None, Array | None]:
+def _compared(rollouts: Sequence[Rollout], groups: Mapping[str, GroupRewards]) -> dict[str, Array]:
     """`Rows.baseline` and `Rows.deviation`."""
     if not groups:
-        return None, None
-    compared = [groups[rollout.id] for rollout in rollouts]
-    means, deviations = [group.mean for group in compared], [group.deviation for group in compared]
-    return _array("f4", means), _array("f4", deviations)
+        return {}
+    mean_R, deviation_R = np.array([groups[rollout.id] for rollout in rollouts], "f4").reshape(-1, 2).T
+    return {"baseline": pack(mean_R), "deviation": pack(deviation_R)}
 
 
 def _array(dtype: str, values: Sequence[float]) -> Array:
@@ -305,17 +284,9 @@ def _token_steps(rollouts: Sequence[Rollout], step_of: StepOf, step: int) -> tup
     return pack(np.repeat(steps, counts).astype("i4")), flags
 
 
-def _join(arrays: list[Array | None], template: Array | None) -> Array | None:
+def _join(arrays: list[Array], template: Array | None) -> Array | None:
     """Concatenated along the first axis; float arrays of unlike precision become f4. None: not used."""
-    if template is None:
-        return None
-    present = [array for array in arrays if array is not None]
-    if len(present) < len(arrays):
-        raise DataError(
-            f"{len(arrays) - len(present)} of {len(arrays)} rollouts lack an array that the others have: "
-            "all teachers of a run must give the same scores"
-        )
-    return Array.joined(present or [template.cut(0)])
+    return None if template is None else Array.joined(arrays or [template.cut(0)])
 
 
 # --- which rows share a micro-batch ------------------------------------------------------------------------

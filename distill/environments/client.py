@@ -48,7 +48,7 @@ class EnvironmentClient(ProcessClients):
 
     async def info(self, timeout: float | None = None) -> wire.EnvironmentInfo:
         """EnvironmentInfo of all processes. Raises ConfigError when they differ."""
-        return await self.agreed("/v1/info", wire.EnvironmentInfo, timeout)
+        return self._same(await self._answers("/v1/info", wire.EnvironmentInfo, timeout))
 
     async def begin(self, id: str, task: int) -> EnvironmentAnswer:
         """The first turn of an episode, from any process; waits while all are full."""

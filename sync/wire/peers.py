@@ -203,10 +203,6 @@ class ProcessClients:
     async def aclose(self) -> None:
         await asyncio.gather(*(peer.aclose() for peer in self._peers))
 
-    async def agreed(self, path: str, kind: type[M], timeout: float | None = None) -> M:
-        """What all of them answer. Raises ConfigError when they differ."""
-        return self._same(await self._answers(path, kind, timeout))
-
     async def _answers(self, path: str, kind: type[M], timeout: float | None) -> list[M]:
         """What each of them says of itself. Raises WrongServer for a process of another role."""
         try:

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from in_memory import some_masks, some_routes
 from msgspec.structs import replace
 
-from distill.batching.packing import Shape, Split, end_to_end, group_rewards, pack_batch, rectangles, rows_of
+from distill.batching.packing import Shape, Split, end_to_end, group_rewards, pack_batch, rectangles
 from distill.buffer import Lineage, Lineages
 from distill.record.record import is_teacher_turn
 from distill.record.rollout import Rollout
 from distill.record.state import Batch
 from distill.scoring import seed_of
 from sync import wire
-from sync.base.errors import DataError
 from sync.wire import Array, Segment, Version, VersionSpan, encode, pack, unpack
 
 
@@ -324,10 +323,13 @@ def test_a_groups_baseline_and_deviation_are_of_the_students_rewards() -> None:
     assert [group.deviation for group in rewards.values()] == [0.5**0.5] * 2 + [0.0] * 4
 
 
-def test_rows_with_and_without_an_array_are_refused() -> None:
-    whole = rollout(0, 1, 2, hidden=pack(np.zeros((2, 3), "f4")))
-    with pytest.raises(DataError, match="1 of 2 rollouts lack an array"):
-        rows_of([whole, rollout(1, 1, 2)], whole, TEACHERS, step, 6)
+def test_rows_with_and_without_an_array_are_never_together() -> None:
+    rollouts = [rollout(0, 1, 2, hidden=pack(np.zeros((2, 3), "f4"))), rollout(1, 1, 2)]
+    (batch,) = shares(rollouts, 1, 100)
+    assert {rows.ids[0]: rows.teacher_hidden is not None for rows in batch.micro_batches} == {
+        "r0": True,
+        "r1": False,
+    }
 
 
 def test_entropy_is_left_out_where_one_teacher_cannot_tell_it() -> None:
