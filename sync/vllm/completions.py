@@ -21,21 +21,10 @@ from sync.wire import (
     pack,
 )
 
-INITIAL: Final = Version(0, 0)
-"""The weights an engine was started with: no step was made from them."""
-ENGINE_LABEL: Final = "default"
-"""vLLM's label for weights without a version."""
 TIMED_OUT: Final = "time"
 """`Completion.finish_reason` of one that `Sampling.max_seconds` ended."""
 _MASS_ROUNDING: Final = 1e-3
 _REASONS: Final = ("stop", "length", "abort", TIMED_OUT)
-
-
-class Limits(NamedTuple):
-    """What prompts must fit: ids in [0, vocab_size), prompt and completion within max_length tokens."""
-
-    vocab_size: int
-    max_length: int
 
 
 class Completion(NamedTuple):
@@ -54,13 +43,13 @@ class Completion(NamedTuple):
     """[P + T - 1, layers of the model, experts of a token]; None: the engine does not record them itself"""
 
 
-def prompt_problem(prompt: GeneratePrompt, limits: Limits) -> str | None:
+def prompt_problem(prompt: GeneratePrompt, vocab_size: int, context: int) -> str | None:
     """Why a prompt cannot be completed; None: it can. A completion may be cut at the context's end."""
     if not prompt.token_ids:
         return "the prompt has no tokens: send at least one"
-    if len(prompt.token_ids) >= limits.max_length:
+    if len(prompt.token_ids) >= context:
         return (
-            f"the prompt has {len(prompt.token_ids)} tokens and the context holds {limits.max_length}, "
+            f"the prompt has {len(prompt.token_ids)} tokens and the context holds {context}, "
             "completion included: shorten it, or start the engine with a larger max-model-len"
         )
     if not 0 <= prompt.routes_from < len(prompt.token_ids):
@@ -69,9 +58,9 @@ def prompt_problem(prompt: GeneratePrompt, limits: Limits) -> str | None:
             "the route of its last token is the first that is wanted"
         )
     low, high = min(prompt.token_ids), max(prompt.token_ids)
-    if low < 0 or high >= limits.vocab_size:
+    if low < 0 or high >= vocab_size:
         return (
-            f"token id {low if low < 0 else high} is outside the model's vocabulary of {limits.vocab_size}: "
+            f"token id {low if low < 0 else high} is outside the model's vocabulary of {vocab_size}: "
             "use the student's own tokenizer"
         )
     return None
@@ -93,8 +82,8 @@ def generated(
     reason = completion.finish_reason
     if reason not in _REASONS or (length == 0 and reason not in ("abort", TIMED_OUT)):
         raise DataError(f"the engine ended the completion after {length} tokens: {reason!r}")
-    spans = [
-        VersionSpan(INITIAL if label == ENGINE_LABEL else Version.parse(label), start, end)
+    spans = [  # vLLM's label of the weights that it was started with is "default"
+        VersionSpan(Version(0, 0) if label == "default" else Version.parse(label), start, end)
         for label, start, end in completion.versions
         if end != start
     ]

@@ -172,7 +172,7 @@ class Generation:
     ) -> None:
         """`adapter`: of `Updater.adapter`. `routes`: where `Sampling.routes` asks for them."""
         self._engine, self._request, self._adapter, self._routes = engine, request, adapter, routes
-        self._limits = vllm_compat.limits(engine)
+        self._vocab_size, self._context = vllm_compat.limits(engine)
         self._frames: asyncio.Queue[bytes] = asyncio.Queue()
         self.open = len(request.prompts)
         """Prompts without an answer so far."""
@@ -203,12 +203,10 @@ class Generation:
         self.open -= 1
 
     async def _answer(self, prompt: wire.GeneratePrompt) -> wire.Generated | wire.GenerateFailed:
-        if problem := completions.prompt_problem(prompt, self._limits):
+        if problem := completions.prompt_problem(prompt, self._vocab_size, self._context):
             return wire.GenerateFailed(id=prompt.id, error=problem)
         sampling = self._request.sampling
-        params = vllm_compat.sampling_params(
-            sampling, self._limits.vocab_size, prompt.seed, prompt.routes_from
-        )
+        params = vllm_compat.sampling_params(sampling, self._vocab_size, prompt.seed, prompt.routes_from)
         request_id = f"{prompt.id}#{next(_request_numbers)}"
         try:
             completion = await vllm_compat.complete(

@@ -93,9 +93,6 @@ class RouteRecord:
         self.shape, self._clock = shape, clock
         self._requests: dict[str, _Request] = {}
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def write(
         self, request: str, start: int, token_N: np.ndarray, route_NMK: np.ndarray, first: int = 0
     ) -> None:

@@ -34,7 +34,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from sync.base.errors import ConfigError, ended_by, how_it_ended
-from sync.vllm.completions import TIMED_OUT, Completion, Limits, ranks
+from sync.vllm.completions import TIMED_OUT, Completion, ranks
 from sync.vllm.routing import ROUTES_FROM
 from sync.wire import Sampling
 
@@ -136,10 +136,10 @@ def tell_engine_signals() -> None:
 # --- API process: generation ------------------------------------------------------------------------------
 
 
-def limits(engine: Any) -> Limits:
-    """What a prompt must fit."""
+def limits(engine: Any) -> tuple[int, int]:
+    """Ids of the vocabulary, and tokens of a prompt with its completion."""
     config: ModelConfig = engine.model_config
-    return Limits(vocab_size=config.get_vocab_size(), max_length=config.max_model_len)
+    return config.get_vocab_size(), config.max_model_len
 
 
 def workers(engine: Any) -> int:

@@ -1,23 +1,4 @@
-"""What crosses a process: every message, its lengths, its units, and what None means.
-
-Producer → consumer
-    controller → student replica   GenerateRequest, UpdateRequest
-    student replica → controller   Generated | GenerateFailed (one frame each), UpdateReply, ReplicaState
-    controller → teacher           ScoreRequest, ScoresRelease, TeacherGenerateRequest
-    trainer rank → teacher         ScoreRequest, for scores that it no longer keeps
-    teacher → controller           ScoreReply, TeacherGenerateReply, TeacherInfo, Head
-    teacher → trainer rank         ScoreReply, kept or computed again
-    trainer rank → controller      TrainerHello, BatchRequest, Heartbeat, StepReport, Published,
-                                   CheckpointSaved, FinalDigests
-    controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, TeacherServers, Audience,
-                                   BroadcastMembers
-    student replica → trainer rank KeyRequest;  trainer rank → student replica  KeyReply
-    role, people → controller      ServerRegisters, ServerLeaves
-    controller → role              ServerLease;  → people, evaluator  Servers;  → people  Why
-    controller → evaluator         EvalRequest, EvalReport (the best so far), ProbeRequest
-    evaluator → controller         EvalReply, ProbeReply
-    controller → environment       EpisodeBegin, EpisodeContinue, EpisodeEnd
-    environment → controller       Turn | EpisodeOver | EpisodeFailed, EnvironmentInfo
+"""What crosses a process: every message, who sends it to whom, its lengths, its units, and what None means.
 
 Bodies are msgpack. Every message carries its tag and `schema`; a reader refuses another schema.
 Arrays are little-endian, row-major bytes with dtype and shape. Nothing here imports torch.

@@ -9,8 +9,6 @@ top-k              the ids of a row differ, and their probabilities add up to at
 entropy            is in no loss: where it cannot be used it becomes None.
 
 Ranges of single numbers are part of the message types: the decoder refuses others.
-
-Letters in shapes: see sync.wire.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def main(folder: str, swapped: str, out: str) -> None:
     recorded.add("turn", [*found["first-0/tokens"], *asked], len(found["first-0/routes"]))
     recorded.add("evaluation", prompts[1], None)
     recorded.steps(2)
-    found["held beside an evaluation"] = len(recorded.record)
+    found["held beside an evaluation"] = len(recorded.record._requests)
     recorded.engine.abort_request(["evaluation"])
     found |= recorded.finish(len(found["first-0/routes"]))
 
@@ -145,13 +145,13 @@ def main(folder: str, swapped: str, out: str) -> None:
     routing.KEPT_SECONDS = -1.0  # type: ignore[misc]
     recorded.add("left", prompts[0])
     recorded.steps(3)
-    held_before = len(recorded.record)
+    held_before = len(recorded.record._requests)
     recorded.engine.abort_request(["left"])
     recorded.add("other", prompts[1])
     recorded.steps()
     recorded.add("last", prompts[2])
     recorded.steps(1)
-    found |= {"held before and after": [held_before, len(recorded.record)]}
+    found |= {"held before and after": [held_before, len(recorded.record._requests)]}
     found |= {f"happened {name}": count for name, count in recorded.happened.items()}
     found |= {f"shape {name}": count for name, count in recorded.shape.items()}
     np.savez(out, **found)

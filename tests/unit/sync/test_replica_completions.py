@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from sync.base.errors import DataError, WireError
 from sync.vllm.completions import (
     Completion,
-    Limits,
     generated,
     prompt_problem,
     ranks,
@@ -26,7 +25,7 @@ from sync.wire import (
     unpack,
 )
 
-LIMITS = Limits(vocab_size=10, max_length=5)
+VOCABULARY, CONTEXT = 10, 5
 
 
 def completion(length: int, k: int, reason: str | None = "length", versions=None) -> Completion:
@@ -74,15 +73,15 @@ def test_spans_that_do_not_cover_every_token_once_are_told_and_refused(labels):
     [([], "no tokens"), ([10], "10"), ([3, -1], "-1"), ([1] * 5, "5 tokens"), ([0, 9, 1, 2], None)],
 )
 def test_prompts_that_cannot_be_completed_are_named(tokens, says):
-    problem = prompt_problem(GeneratePrompt("a", tokens), LIMITS)
+    problem = prompt_problem(GeneratePrompt("a", tokens), VOCABULARY, CONTEXT)
     assert problem is None if says is None else says in problem
 
 
 def test_routes_are_asked_for_from_a_position_of_the_prompt_on():
     for first in range(3):
-        assert prompt_problem(GeneratePrompt("a", [1, 2, 3], routes_from=first), LIMITS) is None
+        assert prompt_problem(GeneratePrompt("a", [1, 2, 3], routes_from=first), VOCABULARY, CONTEXT) is None
     for first in (-1, 3):
-        problem = prompt_problem(GeneratePrompt("a", [1, 2, 3], routes_from=first), LIMITS)
+        problem = prompt_problem(GeneratePrompt("a", [1, 2, 3], routes_from=first), VOCABULARY, CONTEXT)
         assert f"routes_from is {first} and the prompt has 3 tokens" in problem
 
 

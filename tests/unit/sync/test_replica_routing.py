@@ -43,7 +43,7 @@ def test_a_prompt_in_chunks_and_its_completion_have_a_route_for_all_but_the_last
     assert routes.shape == (5, 3, 2)
     np.testing.assert_array_equal(routes, np.concatenate([passes[0], *passes[2:]]))
     assert engine.record.take("a") is None, "taken once"
-    assert len(engine.record) == 1, "another request stays"
+    assert len(engine.record._requests) == 1, "another request stays"
 
 
 def test_the_first_write_wins_when_the_engine_computes_the_same_tokens_again() -> None:
@@ -72,7 +72,7 @@ def test_routes_before_the_first_one_that_is_wanted_are_not_held() -> None:
     passes.append(engine.run("a", 6, 2, 3, first=4)[1:])
     np.testing.assert_array_equal(engine.routes("a", 9, 1, 2, 3, 0), np.concatenate(passes))
     engine.run("b", 0, 5, 6, first=2)
-    assert len(engine.record) == 1, "held since its first part"
+    assert len(engine.record._requests) == 1, "held since its first part"
     engine.run("b", 3, 7, first=2)
     with pytest.raises(DataError, match="positions 2 to 2 came from a cache"):
         engine.routes("b", 9, 7, 8)
@@ -111,7 +111,7 @@ def test_a_request_that_ended_waits_for_a_minute_to_be_taken() -> None:
     assert engine.routes("taken", 5, 1).shape == (1, 3, 2)
     engine.now += 1
     engine.record.end([])
-    assert len(engine.record) == 1
+    assert len(engine.record._requests) == 1
     assert engine.routes("running", 5, 1).shape == (1, 3, 2)
     with pytest.raises(DataError, match="taken before, or it ended more than 60 s ago"):
         engine.routes("left", 5, 1)
