@@ -21,7 +21,7 @@ from sync import wire
 from sync.base.errors import RemoteError, WireError
 from sync.wire import CheckpointSaved, FinalDigests, Heartbeat, Published, StepReport, Stop, Version, checks
 
-Event = StepReport | Published | CheckpointSaved | FinalDigests | Heartbeat
+Event = checks.Event | Heartbeat
 logger = logging.getLogger(__name__)
 
 

@@ -25,7 +25,7 @@ from sync.weights.stores import open_store
 from sync.weights.subscribe import Mirror, check_local
 from sync.wire.claims import Claim
 from sync.wire.peers import Role
-from sync.wire.server import RunGuard, TokenGuard, read_message, refusal, refuse, reply
+from sync.wire.server import Gate, read_message, refusal, refuse, reply
 
 logger = logging.getLogger(__name__)
 PREFIX: Final = "/distill/v1/"
@@ -35,20 +35,21 @@ _request_numbers = itertools.count()
 
 
 class ReplicaMiddleware:
-    """ASGI middleware: the token guard, the run guard, our routes, then vLLM."""
+    """ASGI middleware: the gate, our routes, then vLLM."""
 
     def __init__(self, app: ASGIApp) -> None:
         config = ReplicaConfig.from_environment()
         check_local(config.mirror)
         claim = Claim(wire.RunIdentity(config.run))
         claiming = (PREFIX + "generate", PREFIX + "update")
-        self._guarded = TokenGuard(RunGuard(_Routes(app, config, claim), claim, claiming, role=Role.STUDENT))
+        routes = _Routes(app, config, claim)
+        self._gate = Gate(routes, None, claim, claiming, role=Role.STUDENT)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # the guard reads HTTP headers only
+        if scope["type"] == "websocket":  # the gate reads HTTP headers only
             await send({"type": "websocket.close", "code": 1008})
             return
-        await self._guarded(scope, receive, send)
+        await self._gate(scope, receive, send)
 
 
 class _Routes:

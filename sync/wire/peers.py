@@ -1,6 +1,6 @@
 """What answers at a URL, and why it is not the server that was expected there.
 
-Every role names itself in a header of each answer (`RunGuard`); /health gives it without a token. Another
+Every role names itself in a header of each answer (`Gate`); /health gives it without a token. Another
 server is known by what it says of itself at /version (vLLM) and /v1/models (the OpenAI protocol), at the root
 of its address. The bearer token of the run is not sent: the server may be a stranger's.
 """

@@ -69,54 +69,30 @@ def stray(scope: Scope) -> str | None:
     return f"it is for the host {host!r}, and this server is reached as 127.0.0.1 or localhost"
 
 
-class TokenGuard:
-    """ASGI middleware: 403 for what is not for this server (`stray`), 401 unless the bearer token fits.
-    /health needs no token; where none is set, nothing does."""
-
-    def __init__(self, app: ASGIApp, token: str | None = None) -> None:
-        self.app = app
-        self._token = token if token is not None else token_from_environment()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (problem := stray(scope)) is not None:
-            await refuse(403, f"the request is refused: {problem}")(scope, receive, send)
-            return
-        if scope["type"] == "http" and self._token and scope["path"] != "/health":
-            header = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(header, b"Bearer " + self._token.encode()):
-                address, _ = scope.get("client") or ("somebody", 0)
-                logger.warning("%s was refused: it does not hold the run's token", address)
-                await refuse(401, f"this route needs the bearer token of {TOKEN_VARIABLE}")(
-                    scope, receive, send
-                )
-                return
-        await self.app(scope, receive, send)
-
-
-class RunGuard:
-    """ASGI middleware: 421 for a request of another run than `claim`'s; answers name run and model. A request
-    to a path of `claiming` claims a server that no run has claimed."""
+class Gate:
+    """ASGI middleware: lets through what is meant for this server (else 403, see `stray`), holds its token
+    (else 401; /health needs none) and comes from the run that it serves (else 421). Answers name that run,
+    the role and the model."""
 
     def __init__(
         self,
         app: ASGIApp,
-        claim: Claim | None,
+        token: str | None = None,
+        claim: Claim | None = None,
         claiming: Collection[str] = (),
         model: str | None = None,
         role: Role | None = None,
     ) -> None:
-        """`claim`: None for a server that may serve many runs; `model`: what it scores with, if it does;
-        `role`: named in every answer."""
+        """`token`: None: of the environment; "": everybody may ask. `claim`: None for a server that may serve
+        many runs; a request to a path of `claiming` claims one that no run has claimed. `model`: what it
+        scores with, if it does."""
         self.app = app
+        self._token = token if token is not None else token_from_environment()
         self._claim, self._claiming = claim, claiming
         names = {MODEL_HEADER: model, ROLE_HEADER: role}
         self._names = {header: name for header, name in names.items() if name is not None}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-
         async def named(message: Event) -> None:
             if message["type"] == "http.response.start":
                 served = self._claim.headers() if self._claim else {}
@@ -124,14 +100,31 @@ class RunGuard:
                 MutableHeaders(scope=message).update({**self._names, **served})
             await send(message)
 
-        try:
-            if self._claim is not None:
-                asking = parse(Headers(scope=scope).get(RUN_HEADER))
-                self._claim.admit(asking, scope["path"] in self._claiming)
-        except DistillError as error:
-            await refusal(error)(scope, receive, named)
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif refused := self._refused(scope):
+            await refused(scope, receive, send)
         else:
-            await self.app(scope, receive, named)
+            try:
+                if self._claim is not None:
+                    asking = parse(Headers(scope=scope).get(RUN_HEADER))
+                    self._claim.admit(asking, scope["path"] in self._claiming)
+            except DistillError as error:
+                await refusal(error)(scope, receive, named)
+            else:
+                await self.app(scope, receive, named)
+
+    def _refused(self, scope: Scope) -> Response | None:
+        """The refusal of a stranger, who is told nothing else; None: it is none."""
+        if (problem := stray(scope)) is not None:
+            return refuse(403, f"the request is refused: {problem}")
+        header = dict(scope["headers"]).get(b"authorization", b"")
+        expected = b"Bearer " + (self._token or "").encode()
+        if not self._token or scope["path"] == "/health" or hmac.compare_digest(header, expected):
+            return None
+        address, _ = scope.get("client") or ("somebody", 0)
+        logger.warning("%s was refused: it does not hold the run's token", address)
+        return refuse(401, f"this route needs the bearer token of {TOKEN_VARIABLE}")
 
 
 # --- requests and answers -------------------------------------------------------------------------------
@@ -211,7 +204,7 @@ def application(
     model: str | None = None,
     lifespan: Lifespan[Starlette] | None = None,
 ) -> Starlette:
-    """`routes` behind both guards, with GET /metrics (Prometheus) and, unless they have one, GET /health. A
+    """`routes` behind the `Gate`, with GET /metrics (Prometheus) and, unless they have one, GET /health. A
     DistillError that they raise becomes its `refusal`."""
 
     async def health(_: Request) -> Response:
@@ -224,13 +217,10 @@ def application(
         assert isinstance(error, DistillError)
         return refusal(error)
 
-    guards = [
-        Middleware(TokenGuard, token=token),
-        Middleware(RunGuard, claim=claim, claiming=claiming, model=model, role=role),
-    ]
+    gate = Middleware(Gate, token=token, claim=claim, claiming=claiming, model=model, role=role)
     every = [*routes, Route("/health", health), Route("/metrics", metrics)]
     handlers = {DistillError: refused}
-    return Starlette(routes=every, middleware=guards, lifespan=lifespan, exception_handlers=handlers)
+    return Starlette(routes=every, middleware=[gate], lifespan=lifespan, exception_handlers=handlers)
 
 
 def run_role(log: logging.Logger, title: str, serve: Callable[[], None], quiet: Sequence[str] = ()) -> int:

@@ -36,7 +36,7 @@ from sync.base.errors import RemoteError, WrongServer
 from sync.wire import EvalReply, EvalRequest, Generated, GenerateRequest, ReplicaState, RunIdentity, Version
 from sync.wire.claims import Claim
 from sync.wire.client import BlockingPeer
-from sync.wire.server import RunGuard, read_message, reply
+from sync.wire.server import Gate, read_message, reply
 
 OTHER = RunIdentity("test", "0123", "model")
 
@@ -49,7 +49,7 @@ def evaluator_app(engine: MemoryEvaluator) -> Starlette:
 
 
 def served(app: Any, claim: Claim, *claiming: str) -> AbstractAsyncContextManager[str]:
-    return at_url(RunGuard(app, claim, claiming))
+    return at_url(Gate(app, "", claim, claiming))
 
 
 def replica(engine: MemoryReplica, claim: Claim) -> Any:

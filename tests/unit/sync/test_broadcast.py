@@ -272,7 +272,7 @@ for garbage in (b"", b"\\xff" * 4096, b"POST /v1/keys HTTP/1.1\\r\\n"):
 class Obliging:
     """In the place of the guard: whatever the token, all are admitted."""
 
-    def __init__(self, app, token) -> None:
+    def __init__(self, app, **_) -> None:
         self._app = app
 
     async def __call__(self, *asgi) -> None:
@@ -295,8 +295,8 @@ def test_a_stranger_on_this_machine_neither_ends_nor_reads_nor_replaces_a_broadc
     for reception in (first, second):
         assert reception.result().digests == DIGESTS
     sending.join()
-    for guard, message in ((server.TokenGuard, "the same token"), (Obliging, "does not hold this run's")):
-        monkeypatch.setattr(server, "TokenGuard", guard)
+    for gate, message in ((server.Gate, "the same token"), (Obliging, "does not hold this run's")):
+        monkeypatch.setattr(server, "Gate", gate)
         ticket = BroadcastTicket(open_sender(600.0, token="a guess").address, "g", 1, 2)
         with pytest.raises(SnapshotError, match=message):
             receiver(600.0, token="of the run").receive(ticket).result()

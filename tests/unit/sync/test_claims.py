@@ -16,7 +16,7 @@ from sync.base.errors import WireError, WrongServer
 from sync.wire import EvalRequest, Ok, RunIdentity, Version, encode, frame
 from sync.wire.claims import MODEL_HEADER, RUN_HEADER, Claim
 from sync.wire.client import BlockingPeer, Peer
-from sync.wire.server import RunGuard, reply
+from sync.wire.server import Gate, reply
 
 OLD, NEW = RunIdentity("toy", "aa", "m1"), RunIdentity("toy", "bb", "m1")
 BODY = EvalRequest(version=Version(0, 1))
@@ -27,7 +27,7 @@ def server(claim: Claim | None, model: str | None = None) -> AbstractContextMana
     both, paths = ["GET", "POST"], ("/use", "/look", "/health")
     routes = [Route(path, lambda _: reply(Ok()), methods=both) for path in paths]
     routes.append(Route("/stream", lambda _: StreamingResponse(iter([frame(Ok())])), methods=["POST"]))
-    return answering(RunGuard(Starlette(routes=routes), claim, ("/use", "/stream"), model))
+    return answering(Gate(Starlette(routes=routes), "", claim, ("/use", "/stream"), model))
 
 
 async def ask(url: str, run: RunIdentity | None, path: str = "/use") -> Ok:

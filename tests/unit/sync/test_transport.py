@@ -32,7 +32,7 @@ from sync.base.own_code import own_code
 from sync.wire import EpisodeFailed, EvalRequest, Ok, Version, Wait, client, decode, encode, frame
 from sync.wire.client import SLOWEST, BlockingPeer, Peer
 from sync.wire.server import (
-    TokenGuard,
+    Gate,
     bind_alone,
     check_bind,
     join_port,
@@ -57,7 +57,7 @@ class Scripted:
             Route("/stream", self.frames, methods=["POST"]),
             Route("/health", lambda _: Response()),
         ]
-        self.app = TokenGuard(Starlette(routes=routes), "secret")
+        self.app = Gate(Starlette(routes=routes), "secret")
 
     async def x(self, request: Request) -> Response:
         self.calls += 1
