@@ -18,7 +18,7 @@ import ssl
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import asynccontextmanager
 from functools import cache
@@ -84,29 +84,23 @@ class Answer(NamedTuple):
     headers: Mapping[str, str]
     content: bytearray
 
-    def body(self, retry: bool) -> memoryview:
-        """The content of a 200, no copy. Raises what any other status means. With `retry`, 502-504 raise
-        Unavailable."""
+    def body(
+        self, gone: Collection[int] = (), error: type[Unavailable | Unreachable] = Unreachable
+    ) -> memoryview:
+        """The content of a 200, no copy. Raises what any other status means: `error` for those of `gone`."""
         if self.status == 200:
             return memoryview(self.content)
-        if retry and self.status in (502, 503, 504):
-            raise Unavailable(f"status {self.status}")
         try:
             text = str(json.loads(self.content)["error"])
         except (ValueError, KeyError, TypeError, RecursionError):
             text = self.content[:500].decode("utf-8", "replace")
         message = f"{self.url} answered {self.status}: {text}"
+        if self.status in gone:
+            raise error(message)
         if self.status == 429:
             pause = pause_told(self.headers.get("retry-after"))
             raise Overloaded(message, 1.0 if pause is None else min(pause, LONGEST_PAUSE_SECONDS))
         raise _REFUSALS.get(self.status, RemoteError)(message)
-
-    def only(self) -> memoryview:
-        """The content, as of `body`, for callers that retry elsewhere: any 5xx raises Unreachable."""
-        if self.status >= 500:
-            text = self.content[:500].decode("utf-8", "replace")
-            raise Unreachable(f"{self.url} answered {self.status}: {text}")
-        return self.body(retry=False)
 
 
 def check_plain(url: str, headers: Mapping[str, str]) -> None:
@@ -269,7 +263,7 @@ class Peer:
 
         async def attempt() -> memoryview:
             left = max(0.1, min(deadline - time.monotonic(), try_seconds))
-            return (await self._send(path, content, left, max_bytes)).body(retry=True)
+            return (await self._send(path, content, left, max_bytes)).body((502, 503, 504), Unavailable)
 
         try:
             return decode(await retrying_async(_RETRIED, within=limit)(attempt), kind)
@@ -291,7 +285,7 @@ class Peer:
         Unreachable (no connection, no answer in `timeout` seconds, any 5xx), Overloaded, RemoteError. None:
         no limit once it is connected. `model`: of this answer, in the place of the client's."""
         try:
-            return (await self._send(path, body, timeout, max_bytes, model)).only()
+            return (await self._send(path, body, timeout, max_bytes, model)).body(range(500, 600))
         except _FAILED as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
@@ -325,7 +319,7 @@ class Peer:
             async with self._open(path, encode(body), self._claim.headers(), None) as (response, limit):
                 if response.status != 200:
                     limit.reschedule(asyncio.get_running_loop().time() + self.timeout)
-                    (await _read(response, limit, MAX_REFUSAL)).body(retry=False)
+                    (await _read(response, limit, MAX_REFUSAL)).body()
                 check_plain(self.url + path, response.headers)
                 self._check(response, self.model)
                 buffer = bytearray()
