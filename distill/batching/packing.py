@@ -110,7 +110,8 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
     """The rollout up to the `tokens`-th token of the student's; its reward stays that of the whole."""
     if tokens is None or rollout.own_length <= tokens:
         return rollout
-    limit, scores = _place(rollout, tokens), rollout.scored
+    own_T, scores = unpack(_own([rollout])), rollout.scored
+    limit = int(np.flatnonzero(own_T)[tokens - 1]) + 1
     if scores is not None and scores.segment is not None:
         # what is cut off of a segment is missing in its score
         segment_T = unpack(scores.segment).copy()
@@ -132,16 +133,6 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
     routes = rollout.routes and rollout.routes.cut(rollout.prompt.shape[0] + limit - 1)
     parts = first(rollout, ("tokens", *TOKEN_PARTS))
     return replace(rollout, spans=spans, own=turns, scored=scored, routes=routes, **parts)
-
-
-def _place(rollout: Rollout, tokens: int) -> int:
-    """The length at which a rollout has `tokens` tokens of the student's, of the more that it has."""
-    missing = tokens
-    for start, end in rollout.own:
-        if missing <= end - start:
-            return start + missing
-        missing -= end - start
-    return tokens
 
 
 def _widths(rollout: Rollout) -> tuple[tuple[int, ...], str]:
@@ -207,7 +198,7 @@ def rows_of(
         by_teacher=_array("u1", by_teacher) if any(by_teacher) else None,
         kept=[rollout.kept for rollout in rollouts] if template.kept else None,
         teacher_prompts=[rollout.teacher_prompt for rollout in rollouts] if template.kept else None,
-        own=_own(rollouts),
+        own=_own(rollouts) if any(row.own_length < row.length for row in rollouts) else None,
         mask=_mask(rollouts),
         routes=Array.joined(routes) if routes else None,
         route_lens=_array("i4", [r.routes.shape[0] if r.routes else 0 for r in rollouts]) if routes else None,
@@ -229,10 +220,8 @@ def _array(dtype: str, values: Sequence[float]) -> Array:
     return pack(np.array(values, dtype))
 
 
-def _own(rollouts: Sequence[Rollout]) -> Array | None:
-    """1 where the student sampled the token, else 0; None: there are no other tokens."""
-    if all(rollout.own_length == rollout.length for rollout in rollouts):
-        return None
+def _own(rollouts: Sequence[Rollout]) -> Array:
+    """1 where the student sampled the token, else 0."""
     return _by_turn(rollouts, "u1", lambda rollout: [1] * max(1, len(rollout.own)))
 
 
@@ -284,7 +273,7 @@ def _token_steps(rollouts: Sequence[Rollout], step_of: StepOf, step: int) -> tup
     return pack(np.repeat(steps, counts).astype("i4")), flags
 
 
-def _join(arrays: list[Array], template: Array | None) -> Array | None:
+def _join(arrays: list[Any], template: Array | None) -> Any:
     """Concatenated along the first axis; float arrays of unlike precision become f4. None: not used."""
     return None if template is None else Array.joined(arrays or [template.cut(0)])
 
