@@ -38,12 +38,15 @@ class ReplicaMiddleware:
     """ASGI middleware: the gate, our routes, then vLLM."""
 
     def __init__(self, app: ASGIApp) -> None:
-        config = ReplicaConfig.from_environment()
-        check_local(config.mirror)
-        claim = Claim(wire.RunIdentity(config.run))
+        self._app, self._config = app, ReplicaConfig.from_environment()
+        check_local(self._config.mirror)
+        self._claim = Claim(wire.RunIdentity(self._config.run))
         claiming = (PREFIX + "generate", PREFIX + "update")
-        routes = _Routes(app, config, claim)
-        self._gate = Gate(routes, None, claim, claiming, role=Role.STUDENT)
+        self._gate = Gate(self._behind_gate, None, self._claim, claiming, role=Role.STUDENT)
+        self._updater: Updater | None = None
+        self._generations: set[Generation] = set()
+        self._routes: routing.RouteSource | None = None
+        """Where routes come from; None: no request has asked for routes so far."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # the gate reads HTTP headers only
@@ -51,18 +54,7 @@ class ReplicaMiddleware:
             return
         await self._gate(scope, receive, send)
 
-
-class _Routes:
-    """Our routes; everything else goes on to vLLM."""
-
-    def __init__(self, app: ASGIApp, config: ReplicaConfig, claim: Claim) -> None:
-        self._app, self._config, self._claim = app, config, claim
-        self._updater: Updater | None = None
-        self._generations: set[Generation] = set()
-        self._routes: routing.RouteSource | None = None
-        """Where routes come from; None: no request has asked for routes so far."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _behind_gate(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
             await self._app(scope, receive, send)
             return

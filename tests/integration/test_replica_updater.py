@@ -183,16 +183,18 @@ async def test_the_folder_that_is_served_is_never_staged_into(engine: Engine, up
 
 
 def replica(
-    engine: Engine, folder: Path, offered: dict[str, Any], **config: Any
+    engine: Engine, folder: Path, offered: dict[str, Any], patch: pytest.MonkeyPatch, **config: Any
 ) -> tuple[Any, httpx.AsyncClient]:
     """A replica's routes on `engine`, and a client of them."""
-    from sync.vllm.middleware import _Routes
+    from sync.vllm.middleware import ReplicaMiddleware
 
     settings = ReplicaConfig(run="toy", store_path=folder, mirror=folder / "mirror", **config)
+    for name, value in settings.environment().items():
+        patch.setenv(name, value)
     app = Starlette()
     app.state.engine_client = engine
     app.state.openai_serving_models = SimpleNamespace(lora_requests=offered)
-    routes = _Routes(app, settings, Claim(RunIdentity("toy", "aa")))
+    routes = ReplicaMiddleware(app)
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
         await routes({**scope, "app": app}, receive, send)
@@ -202,10 +204,10 @@ def replica(
 
 @pytest.mark.parametrize("route", ["generate", "update"])
 async def test_vllms_own_routes_offer_the_adapter_once_it_is_in_place(
-    engine: Engine, tmp_path: Path, route: str
+    engine: Engine, tmp_path: Path, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offered: dict[str, Any] = {}
-    routes, client = replica(engine, tmp_path, offered, lora_rank=4)
+    routes, client = replica(engine, tmp_path, offered, monkeypatch, lora_rank=4)
     async with client:
         assert (await client.get("/distill/v1/state")).status_code == 200
         assert offered == {}
@@ -217,10 +219,12 @@ async def test_vllms_own_routes_offer_the_adapter_once_it_is_in_place(
     assert ("distill_apply" if route == "update" else "distill_revert") in engine.calls
 
 
-async def test_a_completion_by_weights_of_others_fails_alone(engine: Engine, tmp_path: Path) -> None:
+async def test_a_completion_by_weights_of_others_fails_alone(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = [GeneratePrompt(id, [1, 2]) for id in ("first", "second")]
     asked = GenerateRequest(sampling=Sampling(max_tokens=1), prompts=prompts)
-    routes, client = replica(engine, tmp_path, {})
+    routes, client = replica(engine, tmp_path, {}, monkeypatch)
     async with client:
         response = await client.post("/distill/v1/generate", content=encode(asked))
     routes._updater._mirror.close()
