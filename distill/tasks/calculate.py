@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import string
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from distill.tasks import Models
-from distill.tasks.teaching import Lesson, Recipe, make_tokenizer, masked_loss, new_model, taught_pair
+from distill.tasks.teaching import Lesson, Recipe, make_tokenizer, masked_loss, taught_pair
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerFast
 
 PAD, EOS, USER, ANSWER, TOOL = "<pad>", "<eos>", "u:", "a:", "t:"
@@ -31,8 +31,8 @@ BEGIN: Final = ["<tool_call>", '{"name": "compute", "arguments": {"expression": 
 END: Final = ['"}}', "</tool_call>", EOS]
 VOCABULARY: Final = [PAD, EOS, USER, ANSWER, TOOL, *BEGIN, *END[:2], *string.digits, "+", "*", "="]
 """Token of each id."""
-PAD_ID, EOS_ID = 0, 1
-"""PAD_ID also stands for an error."""
+PAD_ID = 0
+"""It also stands for an error."""
 TEMPLATE: Final = (
     "{% for one in messages %}"
     "{{ {'user': 'u:', 'tool': 't:', 'assistant': 'a:'}[one.role] + one.content }}"
@@ -42,15 +42,14 @@ TEMPLATE: Final = (
 LOWEST, HIGHEST = 10, 99
 ERROR_SHARE: Final = 0.3
 """Share of lessons that have a call with a character too few, an error, and the call once more."""
-TEACHER = Recipe(128, 3, 4, 2, 384, steps=140, rows=64, rate=4e-3, muon=True, both_choices=False)
-STUDENT = Recipe(96, 2, 3, 1, 256, steps=100, rows=64, rate=4e-3, muon=False, both_choices=False)
+TEACHER = Recipe(128, 3, 4, 2, 384, steps=140, muon=True)
+STUDENT = Recipe(96, 2, 3, 1, 256, steps=100)
 
 
 def make_models(folder: Path, seed: int) -> Models:
     """A teacher that calls the tool well and a student that often does not; made once, kept in `folder`."""
-    pair, sources = (TEACHER, STUDENT), (__file__,)
     return taught_pair(
-        folder / "calculate", pair, seed, calculate_tokenizer(), untaught, lesson_loss, sources
+        folder, seed, __file__, (TEACHER, STUDENT), calculate_tokenizer(), partial(masked_loss, lesson)
     )
 
 
@@ -59,11 +58,6 @@ def calculate_tokenizer() -> PreTrainedTokenizerFast:
     call = r"<tool_call>|</tool_call>|\{[^\d]*\"(?=[\d+*])|\"\}\}"
     error = r"(?<=t:)[^\d-][\s\S]*?(?=t:\d|a:\z)"
     return make_tokenizer(VOCABULARY, rf"<eos>|{error}|[uat]:|{call}|.", EOS, PAD, TEMPLATE)
-
-
-def untaught(recipe: Recipe) -> Any:
-    """Random weights, fp32."""
-    return new_model(recipe, len(VOCABULARY), EOS_ID, PAD_ID)
 
 
 def lesson(rng: np.random.Generator) -> Lesson:
@@ -85,11 +79,6 @@ def lesson(rng: np.random.Generator) -> Lesson:
         add([TOOL, *str(result), ANSWER])
     add([*str(a * b + c), EOS], teach=True)
     return ids, taught
-
-
-def lesson_loss(model: Any, recipe: Recipe, rng: np.random.Generator, step: int) -> torch.Tensor:
-    """Mean cross-entropy of the taught tokens of fresh episodes."""
-    return masked_loss(model, [lesson(rng) for _ in range(recipe.rows)], PAD_ID)
 
 
 if __name__ == "__main__":

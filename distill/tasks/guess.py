@@ -15,16 +15,16 @@ from __future__ import annotations
 import random
 import re
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from distill.tasks import Models
-from distill.tasks.teaching import Lesson, Recipe, make_tokenizer, masked_loss, new_model, taught_pair
+from distill.tasks.teaching import Lesson, Recipe, make_tokenizer, masked_loss, taught_pair
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerFast
 
     from distill.environments.python_host import Talk
@@ -35,7 +35,7 @@ ASK, HIGHER, LOWER = "?", "higher", "lower"
 PAD, EOS, USER, ANSWER = "<pad>", "<eos>", "u:", "a:"
 VOCABULARY: Final = [PAD, EOS, USER, ANSWER, HIGHER, LOWER, ASK, *(f"[{n}]" for n in range(1, TOP + 1))]
 """Token of each id."""
-PAD_ID, EOS_ID, FIRST_ID = 0, 1, 7
+EOS_ID, FIRST_ID = 1, 7
 """FIRST_ID: that of the guess 1."""
 TEMPLATE: Final = (
     "{% for one in messages %}"
@@ -44,8 +44,8 @@ TEMPLATE: Final = (
 )
 GOOD_SHARE: Final = 0.6
 """Share of the guesses of a lesson that are the best one; the others are any number."""
-TEACHER = Recipe(128, 3, 4, 2, 384, steps=220, rows=64, rate=4e-3, muon=True, both_choices=False)
-STUDENT = Recipe(96, 2, 3, 1, 256, steps=80, rows=64, rate=4e-3, muon=False, both_choices=False)
+TEACHER = Recipe(128, 3, 4, 2, 384, steps=220, muon=True)
+STUDENT = Recipe(96, 2, 3, 1, 256, steps=80)
 
 
 async def play(task: int, talk: Talk) -> float:
@@ -67,18 +67,14 @@ async def play(task: int, talk: Talk) -> float:
 
 def make_models(folder: Path, seed: int) -> Models:
     """A teacher that plays well and a student that does not; made once, kept in `folder`."""
-    pair, sources = (TEACHER, STUDENT), (__file__,)
-    return taught_pair(folder / "guess", pair, seed, guess_tokenizer(), untaught, lesson_loss, sources)
+    return taught_pair(
+        folder, seed, __file__, (TEACHER, STUDENT), guess_tokenizer(), partial(masked_loss, game)
+    )
 
 
 def guess_tokenizer() -> PreTrainedTokenizerFast:
     """One token per word of the game, with the chat template."""
     return make_tokenizer(VOCABULARY, r"u:|a:|higher|lower|\[\d+\]|.", EOS, PAD, TEMPLATE)
-
-
-def untaught(recipe: Recipe) -> Any:
-    """Random weights, fp32."""
-    return new_model(recipe, len(VOCABULARY), EOS_ID, PAD_ID)
 
 
 def game(rng: np.random.Generator) -> Lesson:
@@ -99,11 +95,6 @@ def game(rng: np.random.Generator) -> Lesson:
             low, said = max(low, guess + 1), HIGHER
         else:
             high, said = min(high, guess - 1), LOWER
-
-
-def lesson_loss(model: Any, recipe: Recipe, rng: np.random.Generator, step: int) -> torch.Tensor:
-    """Mean cross-entropy of the taught tokens of fresh games."""
-    return masked_loss(model, [game(rng) for _ in range(recipe.rows)], PAD_ID)
 
 
 if __name__ == "__main__":

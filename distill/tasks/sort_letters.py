@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distill.tasks import Models, RewardedPrompt, TaskPrompt
-from distill.tasks.teaching import Recipe, make_tokenizer, new_model, taught_pair
+from distill.tasks.teaching import ROWS, Recipe, make_tokenizer, taught_pair
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
 PAD, EOS, ASK = "<pad>", "<eos>", ">"
 LETTERS = string.ascii_lowercase
@@ -37,8 +37,8 @@ PAD_ID, EOS_ID, ASK_ID, FIRST_LETTER_ID = range(4)
 SHORTEST, LONGEST = 5, 9
 HELD_OUT_SHARE = 16
 """One prompt in so many, by a hash of its text, is never trained on."""
-TEACHER = Recipe(128, 3, 4, 2, 384, steps=500, rows=64, rate=4e-3, muon=True, both_choices=True)
-STUDENT = Recipe(96, 2, 3, 1, 256, steps=240, rows=64, rate=4e-3, muon=False, both_choices=False)
+TEACHER = Recipe(128, 3, 4, 2, 384, steps=500, muon=True, both_choices=True)
+STUDENT = Recipe(96, 2, 3, 1, 256, steps=240)
 
 
 def make() -> SortLetters:
@@ -83,10 +83,7 @@ def is_held_out(text: str) -> bool:
 
 def make_models(folder: Path, seed: int) -> Models:
     """A teacher that has learned the task and a student that hardly has; made once, kept in `folder`."""
-    pair, sources = (TEACHER, STUDENT), (__file__,)
-    return taught_pair(
-        folder / "sort_letters", pair, seed, letter_tokenizer(), untaught, lesson_loss, sources
-    )
+    return taught_pair(folder, seed, __file__, (TEACHER, STUDENT), letter_tokenizer(), lesson_loss)
 
 
 def lesson_loss(model: Any, recipe: Recipe, rng: np.random.Generator, step: int) -> torch.Tensor:
@@ -98,7 +95,7 @@ def lesson_loss(model: Any, recipe: Recipe, rng: np.random.Generator, step: int)
     import torch
 
     letters = SHORTEST + step % (LONGEST + 1 - SHORTEST)
-    asked_BN, answer_BN, other_BN = examples(rng, recipe.rows, letters)
+    asked_BN, answer_BN, other_BN = examples(rng, ROWS, letters)
     rows = len(asked_BN)
     ask_B1, end_B1 = np.full((rows, 1), ASK_ID), np.full((rows, 1), EOS_ID)
     row_BL = np.hstack([FIRST_LETTER_ID + asked_BN, ask_B1, FIRST_LETTER_ID + answer_BN, end_B1])
@@ -115,11 +112,6 @@ def lesson_loss(model: Any, recipe: Recipe, rng: np.random.Generator, step: int)
 def letter_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, no token before or after a text."""
     return make_tokenizer(VOCABULARY, ".", EOS, PAD)
-
-
-def untaught(recipe: Recipe) -> Qwen3ForCausalLM:
-    """Random weights, fp32."""
-    return new_model(recipe, len(VOCABULARY), EOS_ID, PAD_ID)
 
 
 def examples(rng: np.random.Generator, rows: int, letters: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

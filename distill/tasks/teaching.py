@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-WARM_UP_STEPS, LAST_RATE_SHARE, MAX_NORM = 25, 0.02, 1.0
+ROWS: Final = 64
+"""Rows of a step, about."""
+RATE, WARM_UP_STEPS, LAST_RATE_SHARE, MAX_NORM = 4e-3, 25, 0.02, 1.0
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,14 @@ class Recipe:
     kv_heads: int
     feed_forward: int
     steps: int
-    rows: int
-    rate: float
-    muon: bool
+    muon: bool = False
     """Matrices by Muon, the rest by AdamW: half the steps of AdamW alone."""
-    both_choices: bool
+    both_choices: bool = False
     """Taught both right choices at each step, half the odds each; else one sampled answer."""
 
 
 Loss = Callable[[Any, Recipe, np.random.Generator, int], "torch.Tensor"]
-"""(model, recipe, randomness, step) → mean loss per token of fresh rows."""
+"""(model, recipe, randomness, step) → mean loss per token of about ROWS fresh rows."""
 Lesson = tuple[list[int], list[bool]]
 """Token ids of an episode, and which of them are taught."""
 
@@ -100,13 +100,13 @@ def make_tokenizer(
     return tokenizer
 
 
-def new_model(recipe: Recipe, vocabulary: int, end_id: int, pad_id: int) -> Qwen3ForCausalLM:
+def new_model(recipe: Recipe, tokenizer: Any) -> Qwen3ForCausalLM:
     """Random weights, fp32, tied embeddings."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     return Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=vocabulary,
+            vocab_size=len(tokenizer),
             hidden_size=recipe.width,
             num_hidden_layers=recipe.layers,
             num_attention_heads=recipe.heads,
@@ -116,50 +116,52 @@ def new_model(recipe: Recipe, vocabulary: int, end_id: int, pad_id: int) -> Qwen
             max_position_embeddings=64,
             tie_word_embeddings=True,
             bos_token_id=None,
-            eos_token_id=end_id,
-            pad_token_id=pad_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
         )
     )
 
 
-def masked_loss(model: Any, lessons: Sequence[Lesson], pad_id: int) -> torch.Tensor:
-    """Mean cross-entropy of the taught tokens. B lessons, L tokens of the longest, V vocabulary."""
+def masked_loss(
+    lesson: Callable[[np.random.Generator], Lesson],
+    model: Any,
+    _: Recipe,
+    rng: np.random.Generator,
+    step: int,
+) -> torch.Tensor:
+    """Mean cross-entropy of the taught tokens of B lessons. L tokens of the longest, V vocabulary."""
     import torch
 
+    lessons = [lesson(rng) for _ in range(ROWS)]
     longest = max(len(ids) for ids, _ in lessons)
-    tokens_BL = torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids, _ in lessons])
+    tokens_BL = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in lessons])
     taught_BL = torch.tensor([taught + [False] * (longest - len(taught)) for _, taught in lessons])
     logp_BLV = model(tokens_BL[:, :-1]).logits.log_softmax(-1)
     return -logp_BLV.gather(-1, tokens_BL[:, 1:, None])[..., 0][taught_BL[:, 1:]].mean()
 
 
 def taught_pair(
-    home: Path,
-    recipes: tuple[Recipe, Recipe],
-    seed: int,
-    tokenizer: Any,
-    new: Callable[[Recipe], Any],
-    loss: Loss,
-    sources: Sequence[str],
+    folder: Path, seed: int, source: str, recipes: tuple[Recipe, Recipe], tokenizer: Any, loss: Loss
 ) -> Models:
-    """The teacher and the student of two recipes in `home`, a digest behind its name; made once.
+    """The teacher and the student of two recipes; made once, kept in `folder`, under the name of the task's
+    file `source`.
 
-    All randomness comes from `seed`. `sources`: files that, changed, make another pair.
+    All randomness comes from `seed`; a `source` that changed makes another pair.
     """
     return made_once(
-        home.with_name(f"{home.name}-{recipe_hash(recipes, seed, sources)}"),
-        lambda folder: save_pair(
-            folder, tokenizer, *(_taught(recipe, seed, new, loss) for recipe in recipes)
+        folder / f"{Path(source).stem}-{recipe_hash(recipes, seed, (source,))}",
+        lambda unfinished: save_pair(
+            unfinished, tokenizer, *(_taught(recipe, seed, tokenizer, loss) for recipe in recipes)
         ),
     )
 
 
-def _taught(recipe: Recipe, seed: int, new: Callable[[Recipe], Any], loss: Loss) -> Any:
+def _taught(recipe: Recipe, seed: int, tokenizer: Any, loss: Loss) -> Any:
     import torch
 
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    model = new(recipe)
+    model = new_model(recipe, tokenizer)
     named = list(model.named_parameters())
     matrices = [p for name, p in named if recipe.muon and p.ndim == 2 and "embed" not in name]
     rest = [p for _, p in named if all(p is not matrix for matrix in matrices)]
@@ -176,7 +178,7 @@ def _taught(recipe: Recipe, seed: int, new: Callable[[Recipe], Any], loss: Loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = recipe.rate * min(1.0, warm_up) * decay
+                group["lr"] = RATE * min(1.0, warm_up) * decay
             optimizer.step()
             optimizer.zero_grad()
     return model.eval()

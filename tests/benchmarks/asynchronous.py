@@ -56,8 +56,8 @@ from distill.preflight_checks.objective import with_objective
 from distill.prompts.sources import open_prompts
 from distill.prompts.stream import Prompt
 from distill.record.rollout import Rollout
-from distill.tasks.sort_letters import letter_tokenizer, untaught
-from distill.tasks.teaching import Recipe, made_once, recipe_hash, save_pair
+from distill.tasks.sort_letters import letter_tokenizer
+from distill.tasks.teaching import Recipe, made_once, new_model, recipe_hash, save_pair
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.engine import Student, head_shape
 from student_trainer.objectives.config import needs, student_topk
@@ -142,13 +142,15 @@ def source(scale: str, seed: int) -> tuple[Path, list[str]]:
     path, overrides = quickstart.source(seed)
     if scale == "toy":
         return path, overrides
-    shape = {"layers": 8, "steps": 0, "rows": 0, "rate": 0.0, "muon": False, "both_choices": False}
+    shape = {"layers": 8, "steps": 0}
     student = Recipe(width=384, heads=12, kv_heads=6, feed_forward=1152, **shape)
     teacher = Recipe(width=512, heads=16, kv_heads=8, feed_forward=1536, **shape)
 
     def make(unfinished: Path) -> None:
         torch.manual_seed(seed)
-        save_pair(unfinished, letter_tokenizer(), teacher=untaught(teacher), student=untaught(student))
+        tokenizer = letter_tokenizer()
+        models = (new_model(recipe, tokenizer) for recipe in (teacher, student))
+        save_pair(unfinished, tokenizer, *models)
 
     name = f"large-{recipe_hash((teacher, student), seed, (__file__,))}"
     pair = made_once(quickstart.CACHE.absolute() / name, make)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
+from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer
+from distill.tasks.teaching import new_model
 
 ROOT = Path(__file__).parents[2]
 NAME, BATCH, CHECKPOINT_EVERY = "survivor", 8, 4
@@ -49,7 +50,7 @@ def command(folder: Path, steps: int, *settings: str) -> list[str]:
     """`distill run` of a configuration in `folder`, its models beside it; `settings`: KEY=VALUE over it."""
     torch.manual_seed(0)
     for name, recipe in {"student": STUDENT, "teacher": TEACHER}.items():
-        untaught(recipe).to(torch.bfloat16).save_pretrained(folder / name)
+        new_model(recipe, letter_tokenizer()).to(torch.bfloat16).save_pretrained(folder / name)
         letter_tokenizer().save_pretrained(folder / name)
     sizes = {"steps": steps, "batch": BATCH, "checkpoint_every": CHECKPOINT_EVERY}
     path = folder / f"{NAME}.toml"

@@ -17,7 +17,8 @@ from distill.config.loading import load
 from distill.launch.preflight import check_arguments
 from distill.launch.run_folder import RunFolder
 from distill.preflight_checks import machine
-from distill.tasks.sort_letters import STUDENT, TEACHER, VOCABULARY, letter_tokenizer, untaught
+from distill.tasks.sort_letters import STUDENT, TEACHER, VOCABULARY, letter_tokenizer
+from distill.tasks.teaching import new_model
 
 ROOT = Path(__file__).parents[3]
 Distill = Callable[..., str]
@@ -28,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """student/ and teacher/ with random weights."""
     folder = tmp_path_factory.mktemp("models")
     for name, recipe in {"student": STUDENT, "teacher": TEACHER}.items():
-        untaught(recipe).save_pretrained(folder / name)
+        new_model(recipe, letter_tokenizer()).save_pretrained(folder / name)
         letter_tokenizer().save_pretrained(folder / name)
     return folder
 

@@ -21,7 +21,8 @@ from distill.config.prompts import TaskPrompts
 from distill.evaluation.completions import LEAST, LONGEST, Completion, Tokens, behaviour
 from distill.launch.chat import Conversations, _served_here, _student
 from distill.rollout.validation import loop
-from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
+from distill.tasks.sort_letters import STUDENT, letter_tokenizer
+from distill.tasks.teaching import new_model
 from sync.base.errors import ConfigError, DataError, RemoteError
 from sync.wire import ScoreRefused, TeacherCompletion, TeacherPrompt, pack, unpack
 from teacher_service.client import Reply
@@ -94,12 +95,14 @@ def test_an_adapter_is_merged_into_the_student_and_a_missing_model_is_refused(tm
     from peft import LoraConfig, get_peft_model
 
     base, run = tmp_path / "base", tmp_path / "run"
-    untaught(STUDENT).save_pretrained(base)
+    new_model(STUDENT, letter_tokenizer()).save_pretrained(base)
     letter_tokenizer().save_pretrained(base)
     config = make_config(student={"path": str(base), "dtype": "float32"})
     with pytest.raises(ConfigError, match="final holds no model: finish the run"):
         _student(config, run, "final", tmp_path / "work")
-    adapter = get_peft_model(untaught(STUDENT), LoraConfig(r=2, target_modules="all-linear"))
+    adapter = get_peft_model(
+        new_model(STUDENT, letter_tokenizer()), LoraConfig(r=2, target_modules="all-linear")
+    )
     adapter.save_pretrained(run / "final")
     served = _student(config, run, "final", tmp_path / "work")
     assert (served.path, served.dtype) == (str(tmp_path / "work"), "float32")

@@ -38,7 +38,8 @@ from distill.evaluation.evaluator import parts
 from distill.evaluation.models import load_student
 from distill.evaluation.report import ReverseKL, total
 from distill.rollout.replica_client import Answer
-from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
+from distill.tasks.sort_letters import STUDENT, letter_tokenizer
+from distill.tasks.teaching import new_model
 from sync.base import durable
 from sync.base.errors import DataError, RemoteError, Unreachable
 from sync.base.settings import ModelSource
@@ -443,7 +444,7 @@ def test_the_most_frequent_answer_decides(
 def test_a_version_of_a_model_with_code_of_its_own_brings_weights_alone(tmp_path: Path) -> None:
     """The folder of a version holds no code and names none; what runs is that of the student's own folder."""
     own, version = tmp_path / "own", tmp_path / "version"
-    model = untaught(STUDENT)
+    model = new_model(STUDENT, letter_tokenizer())
     model.save_pretrained(own)
     letter_tokenizer().save_pretrained(own)
     (own / "modeling_x.py").write_text(

@@ -36,7 +36,8 @@ from distill.prompts.stream import Prompt
 from distill.published import store_of
 from distill.record.configuration import record_of
 from distill.tasks import guess
-from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
+from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer
+from distill.tasks.teaching import new_model
 from student_trainer.objectives.config import ObjectiveConfig, Own, Sampled, needs, student_topk
 from student_trainer.objectives.divergences import Targets, build
 from student_trainer.objectives.try_own import try_out
@@ -413,10 +414,10 @@ def test_every_configuration_passes_the_preflight(tmp_path: Path, monkeypatch: p
     (tmp_path / "tutorial").mkdir()
     monkeypatch.chdir(tmp_path / "tutorial")
     for folder, recipe in MODELS.items():
-        untaught(recipe).save_pretrained(folder)
+        new_model(recipe, letter_tokenizer()).save_pretrained(folder)
         letter_tokenizer().save_pretrained(folder)
     for name, recipe in {"student": guess.STUDENT, "teacher": guess.TEACHER}.items():
-        guess.untaught(recipe).save_pretrained(f"game/{name}")
+        new_model(recipe, guess.guess_tokenizer()).save_pretrained(f"game/{name}")
         guess.guess_tokenizer().save_pretrained(f"game/{name}")
     pages = [*(ROOT / "docs/tutorials").glob("*.md")]
     for page in pages:

@@ -24,6 +24,7 @@ from distill.tasks import Models, calculate, guess
 from distill.tasks.calculate import BEGIN, END, PAD_ID
 from distill.tasks.calculate import VOCABULARY as WORDS
 from distill.tasks.guess import EOS_ID, FIRST_ID, HIGHER, LOWER, TOP, TURNS, VOCABULARY
+from distill.tasks.teaching import masked_loss, new_model
 from sync.wire import Generated, GeneratePrompt, GenerateRequest, Sampling
 
 
@@ -100,13 +101,21 @@ def test_a_lesson_teaches_the_middle_of_what_is_left_and_the_end_token() -> None
     assert taught_guesses > 800
 
 
-@pytest.mark.parametrize("task", [guess, calculate])
-def test_the_loss_of_a_model_that_knows_nothing_is_that_of_even_odds(task: Any) -> None:
+@pytest.mark.parametrize(
+    ("task", "lesson", "tokenizer"),
+    [
+        (guess, guess.game, guess.guess_tokenizer),
+        (calculate, calculate.lesson, calculate.calculate_tokenizer),
+    ],
+)
+def test_the_loss_of_a_model_that_knows_nothing_is_that_of_even_odds(
+    task: Any, lesson: Any, tokenizer: Any
+) -> None:
     for recipe in (task.STUDENT, task.TEACHER):
-        model = task.untaught(recipe)
+        model = new_model(recipe, tokenizer())
         with torch.no_grad():
             model.get_input_embeddings().weight.zero_()  # tied to the head
-            loss = task.lesson_loss(model, recipe, np.random.default_rng(0), 0)
+            loss = masked_loss(lesson, model, recipe, np.random.default_rng(0), 0)
         assert float(loss) == pytest.approx(math.log(len(task.VOCABULARY)), rel=1e-5)
 
 

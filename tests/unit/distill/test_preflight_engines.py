@@ -23,7 +23,8 @@ from distill.preflight_checks import checks as preflight
 from distill.preflight_checks import engines as live
 from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, open_prompts
-from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
+from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer
+from distill.tasks.teaching import new_model
 from student_trainer.objectives.config import TopK
 from sync import wire
 from sync.base import tokenizers
@@ -48,7 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         import torch
 
         torch.manual_seed(seed)
-        untaught(recipe).save_pretrained(folder / name)
+        new_model(recipe, letter_tokenizer()).save_pretrained(folder / name)
         letter_tokenizer().save_pretrained(folder / name)
         (folder / name / "chat_template.jinja").write_text(TEMPLATE)
     return folder

@@ -21,7 +21,7 @@ from distill.model_facts import count_parameters
 from distill.preflight_checks import checks, devices, machine, placement
 from distill.preflight_checks.machine import GIB
 from distill.tasks import calculate, guess, sort_letters
-from distill.tasks.teaching import Recipe
+from distill.tasks.teaching import Recipe, new_model
 from sync.base.address import TOKEN_VARIABLE
 from sync.base.errors import DataError
 from sync.base.settings import ModelSource
@@ -64,7 +64,7 @@ def replaced(config: RunConfig, models: Path, folder: Path) -> RunConfig:
     def stand_in(source: Any, recipe: Recipe = task.TEACHER) -> Any:
         if source.path == "made by the command":  # of a quickstart, whose task makes them
             path = models / f"{task.__name__} of {recipe.width}"
-            task.untaught(recipe).save_pretrained(path)
+            new_model(recipe, tokenizer()).save_pretrained(path)
             tokenizer().save_pretrained(path)
         else:
             path = shipped_models.make(models, source.path)
