@@ -211,14 +211,12 @@ class Scoring:
         width, gather = self._hidden_sizes.get(teacher, 0), self._validator.sampling.student_topk
         return self._config.by_reference(self._validator.want.bulk_bytes(gather, width))
 
-    def problem(self, teacher: str, rollout: Rollout, answer: Answer) -> Problem | None:
-        assert isinstance(answer, Scored)
-        width = self._hidden_sizes.get(teacher)
-        return self._validator.scored(answer, rollout.length, width, self._keep(teacher))
-
-    def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> Rollout:
+    def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> Rollout | Problem:
         assert isinstance(answer, Scored)
         assert isinstance(message, ScoreSequence)
+        width, keep = self._hidden_sizes.get(teacher), self._keep(teacher)
+        if problem := self._validator.scored(answer, rollout.length, width, keep):
+            return problem
         seen, ended = message.token_ids.cut(message.start), rollout.ended()
         return replace(
             ended,
@@ -257,12 +255,10 @@ class TeacherGeneration:
         )
         return await ask(engine, messages, request, math.inf, extra=rollout.max_tokens, isolate=True)
 
-    def problem(self, teacher: str, rollout: Rollout, answer: Answer) -> Problem | None:
+    def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> Rollout | Problem:
         assert isinstance(answer, TeacherCompletion)
-        return self._validator.teacher_completion(answer)
-
-    def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> Rollout:
-        assert isinstance(answer, TeacherCompletion)
+        if problem := self._validator.teacher_completion(answer):
+            return problem
         count, k = answer.token_ids.shape[0], self._parts.student_topk
         return replace(
             rollout,
@@ -377,10 +373,12 @@ class TeacherQueue:
                     group.create_task(self._serve(queue))
 
     async def _serve(self, queue: _Queue) -> None:
+        role = f"teacher {queue.teacher}"
         while True:
             teacher = self._parts.teachers[queue.teacher]
             while not queue.waiting or (queue.busy >= teacher.processes and len(queue.waiting) < self._batch):
-                with self._idle(queue):
+                cause = None if queue.busy else self._job.waits_for
+                with waits.on(role, "rollouts", cause=cause, idle=True):
                     await queue.changed.wait()
             if len(queue.waiting) < self._batch:
                 await asyncio.sleep(self.linger)
@@ -389,7 +387,7 @@ class TeacherQueue:
                 continue
             self._note_busy(queue, 1)
             try:
-                with self._asked(queue, len(batch)):
+                with waits.on(self._job.name, role, partial("{} rollouts".format, len(batch))):
                     asked = await self._job.send(queue.teacher, [question.message for question in batch])
                 for question, outcome in zip(batch, asked, strict=True):
                     self._settle(queue, question, outcome)
@@ -399,16 +397,8 @@ class TeacherQueue:
 
     def _note_busy(self, queue: _Queue, change: int) -> None:
         queue.busy += change
-        role = f"teacher {queue.teacher}"
-        self._timeline.level(role, self._job.what, queue.busy)
+        self._timeline.level(f"teacher {queue.teacher}", self._job.what, queue.busy)
         queue.changed.wake()
-
-    def _asked(self, queue: _Queue, count: int) -> waits.Wait:
-        return waits.on(self._job.name, f"teacher {queue.teacher}", lambda: f"{count} rollouts")
-
-    def _idle(self, queue: _Queue) -> waits.Wait:
-        cause = None if queue.busy else self._job.waits_for
-        return waits.on(f"teacher {queue.teacher}", "rollouts", cause=cause, idle=True)
 
     def _settle(self, queue: _Queue, question: _Question, asked: Asked) -> None:
         """Answer a question, give it up or ask it again."""
@@ -425,14 +415,16 @@ class TeacherQueue:
             )
             refused = f"{name} refused {rollout.id}: {outcome.error} ({AT_FAULT})"
             return self._budget.bad(name, rollout.id, refused, lambda: teacher.leave_out(server))
-        problem: Problem | str | None
+        problem: Problem | str
         if isinstance(outcome, ScoreRefused):
             problem = outcome.error
-        elif (problem := self._job.problem(queue.teacher, rollout, outcome)) is None:
-            self._budget.good(name)
-            self._budget.good(tokenizer)
+        else:
             finished = self._job.finish(queue.teacher, rollout, question.message, outcome)
-            return question.answered.set_result(finished)
+            if isinstance(finished, Rollout):
+                self._budget.good(name)
+                self._budget.good(tokenizer)
+                return question.answered.set_result(finished)
+            problem = finished
         detail = f"{name}, {self._job.what} of {rollout.id}: {problem}"
         logger.warning("an answer cannot be used: %s", detail)
         self._budget.bad(name, rollout.id, detail, lambda: teacher.leave_out(server))

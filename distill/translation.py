@@ -327,7 +327,11 @@ class TextTeacher(TeacherClient):
         aligned = await asyncio.to_thread(lambda: [self._aligned(sequence) for sequence in sequences])
         both = [*zip(sequences, aligned, strict=True)]
         asked = [
-            wire.ScoreSequence(sequence.id, _behind_prompt(sequence, ids), sequence.start)
+            wire.ScoreSequence(
+                sequence.id,
+                wire.Array.joined([sequence.token_ids.cut(sequence.start), pack(ids)]),
+                sequence.start,
+            )
             for sequence, other in both
             if isinstance(other, Aligned) and len(ids := other.sent(want))
         ]
@@ -421,11 +425,6 @@ class TextTeacher(TeacherClient):
 
 def _completion(sequence: wire.ScoreSequence) -> list[int]:
     return unpack(sequence.token_ids)[sequence.start :].tolist()
-
-
-def _behind_prompt(sequence: wire.ScoreSequence, ids: np.ndarray) -> wire.Array:
-    """i4 [L]: a sequence with the teacher's ids in the completion's place."""
-    return pack(np.concatenate([unpack(sequence.token_ids)[: sequence.start], ids]), "i4")
 
 
 def translations(config: RunConfig) -> dict[str, Translation]:

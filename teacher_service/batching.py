@@ -49,6 +49,8 @@ Outcome = EngineScores | EngineCompletion | str | Unreachable | TooLarge
 """What one item or prompt gets; str: why it has none, Unreachable: the server that computes is gone,
 TooLarge: the engine failed on it together with others of its request."""
 A = TypeVar("A")
+Run = Callable[[Sequence["_Queued"]], Awaitable[Sequence[Outcome]]]
+"""Outcomes of a batch."""
 
 
 class Metrics:
@@ -105,6 +107,7 @@ class Batcher:
         self._added, self._numbers = asyncio.Event(), itertools.count()
         self._waiting_tokens = 0
         """Tokens of requests that are queued or not yet answered."""
+        metrics.held_tokens.set_function(lambda: self._waiting_tokens)
         self._concurrency = engine.engine_info.concurrency
         overlaps = self._concurrency > 1
         threads = 2 * self._concurrency if overlaps else 1  # both kinds beside each other, or in turns
@@ -177,19 +180,15 @@ class Batcher:
         number = next(self._numbers)
         queued = [_Queued(item, number) for item in work]
         try:
-            self._hold(tokens)
+            self._waiting_tokens += tokens
             self._waiting |= dict.fromkeys(queued)
             self._added.set()
             yield [entry.outcome for entry in queued]
         finally:
-            self._hold(-tokens)
+            self._waiting_tokens -= tokens
             for waiting in queued:
                 waiting.outcome.cancel()
                 self._waiting.pop(waiting, None)
-
-    def _hold(self, tokens: int) -> None:
-        self._waiting_tokens += tokens
-        self._metrics.held_tokens.set(self._waiting_tokens)
 
     async def _take(self, kind: type[Item | EnginePrompt]) -> list[_Queued]:
         """The oldest work of a kind and what follows it with the same options, up to `_token_limits`.
@@ -212,11 +211,7 @@ class Batcher:
             del self._waiting[queued]
         return batch
 
-    async def _serve(
-        self,
-        kind: type[Item | EnginePrompt],
-        run: Callable[[Sequence[_Queued]], Awaitable[Sequence[Outcome]]],
-    ) -> None:
+    async def _serve(self, kind: type[Item | EnginePrompt], run: Run) -> None:
         """Compute batch after batch."""
         while True:
             batch = await self._take(kind)
@@ -224,11 +219,7 @@ class Batcher:
                 if not queued.outcome.done():
                     queued.outcome.set_result(outcome)
 
-    async def _outcomes(
-        self,
-        batch: Sequence[_Queued],
-        run: Callable[[Sequence[_Queued]], Awaitable[Sequence[Outcome]]],
-    ) -> Sequence[Outcome]:
+    async def _outcomes(self, batch: Sequence[_Queued], run: Run) -> Sequence[Outcome]:
         """One per item. Requests of a batch that fails are computed one by one: none costs another."""
         try:
             return await run(batch)

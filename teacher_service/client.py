@@ -19,15 +19,7 @@ from msgspec.structs import replace
 from sync import wire
 from sync.base.address import Place
 from sync.base.errors import DistillError, Overloaded, TooLarge, Unreachable, WrongServer
-from sync.wire import (
-    Kept,
-    Message,
-    Scored,
-    ScoreRefused,
-    ScoreSequence,
-    TeacherCompletion,
-    TeacherPrompt,
-)
+from sync.wire import Kept, Message, Scored, ScoreRefused, ScoreSequence, TeacherCompletion, TeacherPrompt
 from sync.wire.claims import Claim
 from sync.wire.client import MAX_SMALL, Peer
 from sync.wire.peers import ProcessClient, ProcessClients, Role
@@ -126,10 +118,7 @@ class TeacherClient(ProcessClients):
         return wire.decode((await self._forward("/v1/head"))[0], wire.Head)
 
     async def score(
-        self,
-        sequences: Sequence[ScoreSequence],
-        want: wire.Want = wire.Want(),
-        limit: float | None = None,
+        self, sequences: Sequence[ScoreSequence], want: wire.Want = wire.Want(), limit: float | None = None
     ) -> Reply[Scored | ScoreRefused]:
         """Scores of `sequences`, within `limit` or REQUEST_SECONDS (long answers: see `Peer`)."""
         limit = limit or REQUEST_SECONDS

@@ -13,9 +13,9 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -63,15 +63,15 @@ class KeptScores:
             path.unlink(missing_ok=True)
         self._limits = {"memory": memory_bytes, "disk": disk_bytes}
         self._sizes = {"memory": 0, "disk": 0}
-        self._memory: OrderedDict[str, list[bytes]] = OrderedDict()  # the oldest first, as on disk
-        self._disk: OrderedDict[str, int] = OrderedDict()
+        self._memory: dict[str, list[bytes]] = {}  # the oldest first, as on disk
+        self._disk: dict[str, int] = {}
         self._full = False  # the last spill could not be written
         self._boot, self._count = secrets.token_hex(8), 0
         self._lock = threading.Lock()
         labels: Any = {"registry": registry, "namespace": NAMESPACE}
-        self._bytes = Gauge("kept_bytes", "Kept scores", ("where",), **labels)
-        for where in ("memory", "disk"):
-            self._bytes.labels(where)  # shown before anything is kept
+        kept = Gauge("kept_bytes", "Kept scores", ("where",), **labels)
+        for where in self._sizes:
+            kept.labels(where).set_function(partial(self._sizes.__getitem__, where))
         self._fetched = Counter("kept_fetches", "Fetches by result", ("result",), **labels)
         self._dropped = Counter("kept_dropped", "Evicted before release", **labels)
 
@@ -84,9 +84,10 @@ class KeptScores:
             self._count += 1
             key = f"{self._boot}-{self._count}"
             self._memory[key] = parts
-            self._hold("memory", _size(parts))
+            self._sizes["memory"] += _size(parts)
             while self._sizes["memory"] > self._limits["memory"]:
-                self._spill(*self._memory.popitem(last=False))
+                oldest = next(iter(self._memory))
+                self._spill(oldest, self._memory.pop(oldest))
             while self._sizes["disk"] > self._limits["disk"]:
                 self._drop(next(iter(self._disk)))
         return Kept("", key, _size(parts), digest.digest(DIGEST_BYTES))
@@ -108,7 +109,7 @@ class KeptScores:
         with self._lock:
             for key in keys:
                 if (parts := self._memory.pop(key, None)) is not None:
-                    self._hold("memory", -_size(parts))
+                    self._sizes["memory"] -= _size(parts)
                 elif (size := self._disk.pop(key, None)) is not None:
                     self._unlink(key, size)
 
@@ -119,10 +120,6 @@ class KeptScores:
             if self._folder is not None:
                 self._folder.rmdir()
 
-    def _hold(self, where: str, size: int) -> None:
-        self._sizes[where] += size
-        self._bytes.labels(where).set(self._sizes[where])
-
     def _path(self, key: str) -> Path:
         assert self._folder is not None, "a spill has made it"
         return self._folder / f"{key}{_SUFFIX}"
@@ -130,11 +127,11 @@ class KeptScores:
     def _spill(self, key: str, parts: list[bytes]) -> None:
         """Move a body from memory to a file; one that cannot be written is dropped."""
         size = _size(parts)
-        self._hold("memory", -size)
+        self._sizes["memory"] -= size
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="distill-scores-"))
         self._disk[key] = size
-        self._hold("disk", size)
+        self._sizes["disk"] += size
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(self._folder).free < FREE_BYTES + size:
@@ -154,6 +151,6 @@ class KeptScores:
         self._dropped.inc()
 
     def _unlink(self, key: str, size: int) -> None:
-        self._hold("disk", -size)
+        self._sizes["disk"] -= size
         with suppress(OSError):  # its folder may never have been made
             self._path(key).unlink()

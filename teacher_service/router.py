@@ -57,11 +57,6 @@ class Router:
             )
         return name
 
-    def check(self, sources: Iterable[str]) -> None:
-        """Raise ConfigError unless every source has a teacher; call it before the run starts."""
-        for source in sources:
-            self.route(source)
-
 
 def load_transforms(teachers: Mapping[str, TeacherConfig]) -> dict[str, Callable[..., Sequence[int]]]:
     """Teacher's name → its prompt transform, for those that have one. Raises ConfigError.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -35,20 +35,13 @@ class Host(Protocol):
 Answer: TypeAlias = asyncio.Future[tuple[list[int], FinishReason]]
 
 
-class _Call(NamedTuple):
-    """A completion that the host waits for."""
-
-    context: list[int]
-    ids: np.ndarray
-    """The context as it is sent, int32."""
-
-
 class Playing:
     """One episode, under way from its construction on. Order: `next`, (`answer`, `next`)*, `stop`."""
 
     def __init__(self, host: Host, id: str, task: int) -> None:
         self.id, self.turn = id, -1  # the newest turn that was given
-        self._said: asyncio.Queue[_Call | EpisodeOver | EpisodeFailed] = asyncio.Queue()
+        self._said: asyncio.Queue[np.ndarray | EpisodeOver | EpisodeFailed] = asyncio.Queue()
+        """Contexts that the host wants completed, int32; at last how it ended."""
         self._answers: list[Answer] = []  # by turn, whatever a host asks for at a time
         self._token_ids: list[int] = []  # the sequence so far
         self._play = asyncio.create_task(self._played(host, task), name=f"episode {id}")
@@ -63,20 +56,21 @@ class Playing:
 
     async def complete(self, context: list[int]) -> tuple[list[int], FinishReason]:
         """For the host: what the student says behind a context, and why that ended."""
-        call = _Call(context, np.array(context, "i4"))  # what is no id is refused where it comes from
+        ids = np.array(context, "i4")  # what is no id is refused where it comes from
         answer: Answer = asyncio.get_running_loop().create_future()
         self._answers.append(answer)
-        self._said.put_nowait(call)
+        self._said.put_nowait(ids)
         return await answer
 
     async def next(self) -> EnvironmentAnswer:
         """The next turn, or how the episode ended."""
         said = await self._said.get()
-        if not isinstance(said, _Call):
+        if not isinstance(said, np.ndarray):
             return said
-        keep, self.turn = _shared(self._token_ids, said.context), self.turn + 1
-        self._token_ids = said.context
-        return Turn(id=self.id, turn=self.turn, token_ids=pack(said.ids[keep:]), keep=keep)
+        context, self.turn = said.tolist(), self.turn + 1
+        keep = _shared(self._token_ids, context)
+        self._token_ids = context
+        return Turn(id=self.id, turn=self.turn, token_ids=pack(said[keep:]), keep=keep)
 
     def answer(self, token_ids: list[int], finish_reason: FinishReason) -> None:
         """Give the host what the student said to the newest turn."""

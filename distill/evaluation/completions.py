@@ -19,12 +19,11 @@ run.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -100,35 +99,28 @@ def file_of(run_dir: Path, version: Version | str, name: str) -> Path:
 
 def write_completions(path: Path, completions: Sequence[Completion], prompt_set: PromptSet) -> None:
     """Write a file; a reader finds all of it or none."""
-    decode = prompt_set.decode
+    rows = [_row(completion, prompt_set.decode) for completion in completions]
     path.parent.mkdir(parents=True, exist_ok=True)
-    pending = path.with_suffix(".new")
-    with pending.open("w") as file:
-        for completion in completions:
-            line = {
-                "prompt": decode(completion.sequences[0].prompt_ids),
-                "completion": decode(completion.sequences[0].token_ids.tolist()),
-                "finish_reason": completion.finish_reason,
-                "reward": completion.reward,
-                "answer": completion.answer,
-                "error": completion.error,
-                "index": completion.index,
-                "token_ids": completion.sequences[0].token_ids.tolist(),
-            }
-            if completion.metrics is not None:
-                del line["completion"], line["token_ids"]
-                rows = [
-                    {**part._asdict(), "token_ids": part.token_ids.tolist()} for part in completion.sequences
-                ]
-                line |= {
-                    "metrics": completion.metrics,
-                    "turns": list(_turns(completion, decode)),
-                    "sequences": rows,
-                }
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    durable.rename(pending, path)
+    durable.write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+
+
+def _row(completion: Completion, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    first, ids_T = completion.sequences[0], completion.sequences[0].token_ids.tolist()
+    known = {
+        name: getattr(completion, name) for name in ("finish_reason", "reward", "answer", "error", "index")
+    }
+    prompt = decode(first.prompt_ids)
+    if completion.metrics is None:
+        return {"prompt": prompt, "completion": decode(ids_T), **known, "token_ids": ids_T}
+    return {
+        "prompt": prompt,
+        **known,
+        "metrics": completion.metrics,
+        "turns": list(_turns(completion, decode)),
+        "sequences": [
+            {**part._asdict(), "token_ids": part.token_ids.tolist()} for part in completion.sequences
+        ],
+    }
 
 
 def _turns(completion: Completion, decode: Callable[[list[int]], str]) -> Iterator[dict[str, str]]:

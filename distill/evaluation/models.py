@@ -42,10 +42,7 @@ def load_student(student: ModelSource, folder: Path | None, device: Device = "au
 def _load(source: ModelSource, dtype: Any = torch.float32) -> Any:
     transformers_logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(
-        source.path,
-        revision=source.revision,
-        trust_remote_code=source.trust_remote_code,
-        dtype=dtype,
+        source.path, revision=source.revision, trust_remote_code=source.trust_remote_code, dtype=dtype
     )
 
 

@@ -26,13 +26,7 @@ from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.models import load_model
 from distill.scoring import ask, until_answered
-from student_trainer.objectives.config import (
-    SFT,
-    ObjectiveConfig,
-    needs,
-    student_topk,
-    teacher_temperature,
-)
+from student_trainer.objectives.config import SFT, ObjectiveConfig, needs, student_topk, teacher_temperature
 from student_trainer.objectives.divergences import Objective, Targets, at, build, mask_log_mass
 from sync import wire
 from sync.base.errors import ConfigError, RemoteError

@@ -17,8 +17,8 @@ completions in shapes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,57 +29,43 @@ from distill.evaluation.completions import Completion, behaviour
 from distill.evaluation.sets import PromptSet
 from distill.interfaces import Transform
 from distill.prompts.rewards import VOTING
-from sync.wire import (
-    EvalReply,
-    EvalReport,
-    EvalRequest,
-    OwnTokens,
-    PartReport,
-    SetReport,
-    Version,
-    pack,
-)
+from sync.wire import EvalReply, EvalReport, EvalRequest, PartReport, SetReport, Version, pack
 
 Route = Callable[[str], str]
 """Data source → teacher; empty: there are none."""
 
 
-@dataclass
-class ReverseKL:
-    """Sums over the completions that one teacher scored."""
+class ReverseKL(NamedTuple):
+    """Sums over the tokens of each completion, by one teacher."""
 
     is_exact: bool
-    sums: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Completion → sum of the divergence, or of log p − log q, over its tokens, and their number."""
+    sum_M: np.ndarray
+    """f8: of the divergence, or of log p − log q"""
+    tokens_M: np.ndarray
+    """0: this teacher did not score it"""
 
-    def add(self, completion: int, value: float, tokens: int) -> None:
-        """Add the sum over some tokens of a completion."""
-        before, count = self.sums.get(completion, (0.0, 0))
-        self.sums[completion] = before + value, count + tokens
-
-    def among(self, completions: Set[int]) -> ReverseKL:
-        """Sums of these completions alone."""
-        return ReverseKL(self.is_exact, {id: self.sums[id] for id in self.sums.keys() & completions})
+    def among(self, completions: Sequence[int]) -> ReverseKL:
+        """Sums of those of these completions that it scored."""
+        scored = [number for number in completions if self.tokens_M[number]]
+        return ReverseKL(self.is_exact, self.sum_M[scored], self.tokens_M[scored])
 
     def variance(self, ratio: float) -> float:
         """Variance of the sum of e over all completions; `ratio`: the r of all teachers. 0: it is exact."""
-        if self.is_exact or not self.sums:
+        if self.is_exact:
             return 0.0
-        x_M, n_M = np.array(list(self.sums.values())).T
-        if len(x_M) == 1:
-            return float(x_M[0] ** 2)  # nothing to compare it with
-        rest_M = x_M - ratio * n_M
-        return float(len(x_M) / (len(x_M) - 1) * ((rest_M - rest_M.mean()) ** 2).sum())
+        if (count := len(self.sum_M)) == 1:
+            return float(self.sum_M[0] ** 2)  # nothing to compare it with
+        return count * count / (count - 1) * float((self.sum_M - ratio * self.tokens_M).var())
 
 
-def total(parts: list[ReverseKL]) -> tuple[float | None, float | None]:
+def total(parts: Sequence[ReverseKL]) -> tuple[float | None, float | None]:
     """Mean over the tokens of all teachers, and its standard error, None where it is exact; both None where
     nothing was compared."""
-    all_sums = [sums for part in parts for sums in part.sums.values()]
-    if not all_sums:
+    parts = [part for part in parts if len(part.sum_M)]
+    if not parts:
         return None, None
-    tokens = max(1, sum(count for _, count in all_sums))
-    value = math.fsum(x for x, _ in all_sums) / tokens
+    tokens = int(sum(part.tokens_M.sum() for part in parts))
+    value = float(sum(part.sum_M.sum() for part in parts)) / tokens
     if all(part.is_exact for part in parts):
         return value, None
     return value, math.sqrt(sum(part.variance(value) for part in parts)) / tokens
@@ -97,27 +83,33 @@ class Comparison:
         shown: Mapping[str, Transform],
     ) -> None:
         """`shown`: what teachers with a tokenizer of their own see of a prompt, by name."""
-        self._completions = completions
-        self._asked: dict[str, list[tuple[int, OwnTokens]]] = {}
-        """Teacher → sequences, each with the number of its completion."""
+        self._count = len(completions)
+        self._numbers: dict[str, list[int]] = {}
+        """Teacher → the completion that each of its sequences is of."""
+        self.request = EvalRequest(version=version, teachers={})
         for number, completion in enumerate(completions):
             prompt = prompt_set.prompts[completion.index]
             if not (teacher := route(prompt.source)):
                 continue
             seen = pack(np.array(shown[teacher](prompt), np.int32)) if teacher in shown else None
-            sampled = [(number, part.sent(seen)) for part in completion.sequences if part.own]
-            self._asked.setdefault(teacher, []).extend(sampled)
-        teachers = {name: [tokens for _, tokens in asked] for name, asked in self._asked.items()}
-        self.request = EvalRequest(version=version, teachers=teachers)
+            sampled = [part.sent(seen) for part in completion.sequences if part.own]
+            self.request.teachers.setdefault(teacher, []).extend(sampled)
+            self._numbers.setdefault(teacher, []).extend([number] * len(sampled))
 
     def sums(self, reply: EvalReply) -> list[ReverseKL]:
         """By teacher; `reply` was checked."""
-        by_teacher = []
-        for name, asked in self._asked.items():
-            by_teacher.append(kl := ReverseKL(reply.teachers[name].exact))
-            for (number, tokens), value in zip(asked, reply.teachers[name].sums, strict=True):
-                kl.add(number, value, tokens.count)
-        return by_teacher
+
+        def by_completion(teacher: str, values: Sequence[float]) -> np.ndarray:
+            return np.bincount(self._numbers[teacher], values, self._count)
+
+        return [
+            ReverseKL(
+                reply.teachers[name].exact,
+                by_completion(name, reply.teachers[name].sums),
+                by_completion(name, [tokens.count for tokens in asked]),
+            )
+            for name, asked in self.request.teachers.items()
+        ]
 
 
 def report_of(
@@ -195,7 +187,7 @@ def _figures(
 ) -> PartReport:
     """Figures of some completions; `compared`: with each teacher. Without rewards where one has none."""
     chosen = [completions[number] for number in members]
-    value, error = total([part for kl in compared if (part := kl.among(set(members))).sums])
+    value, error = total([kl.among(members) for kl in compared])
     rewarded = all(completion.reward is not None or completion.error for completion in chosen)
     rewards = [completion.reward or 0.0 for completion in chosen]
     return PartReport(

@@ -13,12 +13,7 @@ from distill.config.prompts import PromptsConfig, TaskPrompts, pass_threshold
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import BUILT_IN, RewardSource, reward_source
 from distill.prompts.rows import RowReader, plain_ids, row_encoder, rows_of
-from distill.prompts.sources import (
-    NOTHING_HELD_OUT,
-    PromptSplit,
-    TaskSource,
-    longest_sequence,
-)
+from distill.prompts.sources import NOTHING_HELD_OUT, PromptSplit, TaskSource, longest_sequence
 from distill.prompts.stream import Prompt
 from distill.rollout.validation import sampling_of
 from sync.base.errors import ConfigError, DataError

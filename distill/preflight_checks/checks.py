@@ -103,7 +103,8 @@ def check(config: RunConfig, placed: Sequence[Process] | None = None) -> Checked
     lines += check_devices(config, placed)
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
     router = Router(config.teachers)
-    router.check(data_sources(split))
+    for source in data_sources(split):
+        router.route(source)
     refuse(_prompts(config, split, router))
     sets = open_sets(config, split, tokenizer) if config.evaluation is not None else {}
     check_rewards(sets)

@@ -174,10 +174,7 @@ def completions(sampled: Sampled) -> list[list[int]]:
 
 
 def generate(
-    model: Any,
-    vocab: int,
-    prompts: Sequence[base.EnginePrompt],
-    params: base.GenerationParams,
+    model: Any, vocab: int, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams
 ) -> base.Steps:
     """See `Engine.generate`.
 

@@ -40,7 +40,6 @@ from teacher_service.engines.transformers import find_device
 
 CONCURRENCY: Final = 3
 """Batches at once: one is computed by vLLM, one waits there so that it never idles, one is under the head."""
-SCORES: Final = tuple(name for name in CAPABILITIES if name != "generate")
 COMPLETIONS_AT_ONCE: Final = 64
 POLL_SECONDS: Final = 0.02
 SHUTDOWN_SECONDS: Final = 5.0
@@ -106,7 +105,7 @@ class VllmEngine(base.Engine):
             vocab_size=len(head.weight_VH),
             hidden_size=head.weight_VH.shape[1],
             max_length=states.max_length,
-            can=CAPABILITIES if completions is not None else SCORES,
+            can=tuple(name for name in CAPABILITIES if completions is not None or name != "generate"),
             concurrency=CONCURRENCY,
         )
 
@@ -322,13 +321,7 @@ class VllmServer:
 class ServedStates(VllmServer):
     """Hidden states of a server with the pooling runner; see `HiddenStates`."""
 
-    def __init__(
-        self,
-        url: str,
-        config: TeacherConfig,
-        dtype: torch.dtype,
-        hidden_size: int,
-    ) -> None:
+    def __init__(self, url: str, config: TeacherConfig, dtype: torch.dtype, hidden_size: int) -> None:
         """Raises ConfigError when the server gives no hidden states, and what VllmServer raises."""
         super().__init__(url, config)
         self._dtype, self._hidden_size = dtype, hidden_size
@@ -367,12 +360,7 @@ class ServedStates(VllmServer):
 class ServedCompletions(VllmServer):
     """Completions by a server with the generate runner."""
 
-    def __init__(
-        self,
-        url: str,
-        config: TeacherConfig,
-        without_token: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, url: str, config: TeacherConfig, without_token: Sequence[int] = ()) -> None:
         """`without_token`: rows of the model that are never sampled. Raises what VllmServer raises."""
         super().__init__(url, config)
         self._bias = {str(row): -100 for row in without_token}

@@ -25,9 +25,9 @@ def test_sources_go_to_the_teacher_that_names_them_and_the_rest_to_the_one_that_
 
 def test_a_source_without_a_teacher_is_found_before_the_run() -> None:
     router = Router({"maths": teacher("gsm"), "code": teacher("mbpp")})
-    router.check(["gsm", "mbpp"])
+    assert [router.route(source) for source in ("gsm", "mbpp")] == ["maths", "code"]
     with pytest.raises(ConfigError, match="no teacher for data source 'poems'"):
-        router.check(["gsm", "poems"])
+        router.route("poems")
 
 
 def test_ambiguous_routes_are_refused() -> None:
