@@ -13,8 +13,8 @@ pass, N tokens of one decoding step, S steps, C scored positions of a batch, H h
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -116,95 +116,52 @@ def padded_ids(items: Sequence[Item]) -> np.ndarray:
 # --- completions, sampled with a key-value cache -----------------------------------------------------------
 
 
-class Sampled(NamedTuple):
-    """Completions of one batch, left-padded."""
-
-    tokens_BL: Tensor
-    completion_BL: Tensor
-    """True on completion tokens."""
-
-
-def grow(
-    model: Any,
-    vocab: int,
-    prompts: Sequence[Sequence[int]],
-    ends: Sequence[int],
-    steps: int,
-    draw: Callable[[Tensor], Tensor],
-) -> Iterator[Sampled]:
-    """The batch after each token, until every completion has ended or has `steps` tokens.
-
-    `ends`: ids that end a completion, the ending one is part of it. `vocab`: rows of the model that may be
-    drawn. `draw`: float32 logits [B, V] of the next token → int64 [B, 1], the token drawn.
-    """
-    start = max(map(len, prompts))
-    rows = [[0] * (start - len(row)) + list(row) for row in prompts]
-    attended = [[0] * (start - len(row)) + [1] * len(row) for row in prompts]
-    tokens_BL, attended_BL = (torch.tensor(table, device=model.device) for table in (rows, attended))
-    step_BN = tokens_BL
-    going_B = torch.ones(len(prompts), dtype=torch.bool, device=model.device)
-    end_ids = torch.tensor(list(ends), dtype=torch.int64, device=model.device)
-    cache = None
-    for _ in range(steps):
-        positions_BN = (attended_BL.cumsum(1) - 1).clamp_min(0)[:, -step_BN.shape[1] :]
-        out = model(
-            input_ids=step_BN,
-            attention_mask=attended_BL,
-            position_ids=positions_BN,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        cache = out.past_key_values
-        step_BN = draw(out.logits[:, -1, :vocab].float())
-        tokens_BL = torch.cat([tokens_BL, step_BN], 1)
-        attended_BL = torch.cat([attended_BL, going_B[:, None].long()], 1)
-        completion_BL = attended_BL.bool()
-        completion_BL[:, :start] = False
-        yield Sampled(tokens_BL, completion_BL)
-        going_B = going_B & ~torch.isin(step_BN[:, 0], end_ids)
-        if not going_B.any():
-            return
-
-
-def completions(sampled: Sampled) -> list[list[int]]:
-    """Token ids of each completion, its end token included."""
-    rows = zip(sampled.tokens_BL, sampled.completion_BL, strict=True)
-    return [tokens_L[completion_L].tolist() for tokens_L, completion_L in rows]
-
-
 def generate(
     model: Any, vocab: int, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams
 ) -> base.Steps:
-    """See `Engine.generate`.
+    """See `Engine.generate`; `vocab`: rows of the model that may be drawn.
 
     Draws by inverting each row's cumulative distribution at random numbers from the row's own seed, so that a
     completion does not depend on the rest of its batch (beyond the rounding of padded ones).
     """
-    count, ends, logprobs = (
-        params.max_tokens,
-        params.stop_token_ids,
-        list[Tensor](),
-    )  # of every step, float32 [B]
-    rows = [np.random.default_rng(prompt.seed).random(count, dtype=np.float32) for prompt in prompts]
-    numbers_BS = torch.from_numpy(np.stack(rows)).to(model.device)
-
-    def draw(logits_BV: Tensor) -> Tensor:
-        logp_BV = (logits_BV / params.temperature).log_softmax(-1)
-        token_B1 = inverse(logp_BV.exp().cumsum(-1), numbers_BS[:, len(logprobs), None])
-        logprobs.append(logp_BV.gather(1, token_B1)[:, 0])
-        return token_B1
-
-    ids = [prompt.token_ids_P.tolist() for prompt in prompts]
-    steps = grow(model, vocab, ids, ends, count, draw)
-    inference = torch.inference_mode()  # not around a yield: what runs between two steps has its own mode
-    while (sampled := inference(next)(steps, None)) is not None:
-        last = sampled
+    drawn = [
+        np.random.default_rng(prompt.seed).random(params.max_tokens, dtype=np.float32) for prompt in prompts
+    ]
+    start = max(len(prompt.token_ids_P) for prompt in prompts)
+    rows = [np.pad(prompt.token_ids_P, (start - len(prompt.token_ids_P), 0)) for prompt in prompts]
+    attended = [np.arange(start) >= start - len(prompt.token_ids_P) for prompt in prompts]
+    numbers_BS, step_BN, attended_BL = (
+        torch.from_numpy(np.stack(table)).to(model.device) for table in (drawn, rows, attended)
+    )
+    step_BN, attended_BL = step_BN.long(), attended_BL.long()
+    going_B = torch.ones(len(prompts), dtype=torch.bool, device=model.device)
+    end_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=model.device)
+    tokens, logprobs, cache = list[Tensor](), list[Tensor](), None
+    while going_B.any() and len(tokens) < params.max_tokens:
+        with torch.inference_mode():  # not around a yield: what runs between two steps has its own mode
+            out = model(
+                input_ids=step_BN,
+                attention_mask=attended_BL,
+                position_ids=(attended_BL.cumsum(1) - 1).clamp_min(0)[:, -step_BN.shape[1] :],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache = out.past_key_values
+            logp_BV = (out.logits[:, -1, :vocab].float() / params.temperature).log_softmax(-1)
+            step_BN = inverse(logp_BV.exp().cumsum(-1), numbers_BS[:, len(tokens), None])
+            tokens.append(step_BN)
+            logprobs.append(logp_BV.gather(1, step_BN))
+            attended_BL = torch.cat([attended_BL, going_B[:, None].long()], 1)
+            going_B = going_B & ~torch.isin(step_BN[:, 0], end_ids)
         yield None
-    logprob_BS = torch.stack(logprobs, 1).cpu().numpy()
+    token_BS, logprob_BS = (torch.cat(steps, 1).cpu().numpy() for steps in (tokens, logprobs))
+    lengths = attended_BL[:, start:].sum(1).tolist()
     yield [
-        EngineCompletion(np.array(ids, np.int32), logprob_S[: len(ids)], ids[-1] in ends)
-        for ids, logprob_S in zip(completions(last), logprob_BS, strict=True)
+        EngineCompletion(token_S[:length].astype(np.int32), logprob_S[:length], not going)
+        for token_S, logprob_S, length, going in zip(
+            token_BS, logprob_BS, lengths, going_B.tolist(), strict=True
+        )
     ]
 
 

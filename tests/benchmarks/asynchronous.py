@@ -26,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -39,7 +38,6 @@ import torch
 import typer
 from msgspec.structs import replace
 from plain_step import ALONE, PlainEngine
-from torch import Tensor
 
 from distill import api, quickstart, tasks
 from distill.batching.packing import Shape, pack_batch
@@ -69,8 +67,10 @@ from sync.base.tokenizers import load_tokenizer, vocab_size
 from sync.weights.subscribe import Subscriber
 from sync.wire import Scored, ScoreRequest, ScoreSequence, TrainBatch, Version, VersionSpan, encode, pack
 from teacher_service.batching import split
+from teacher_service.engines.base import EnginePrompt, GenerationParams
 from teacher_service.engines.head import find_head
-from teacher_service.engines.transformers import TransformersEngine, completions, grow
+from teacher_service.engines.transformers import TransformersEngine
+from teacher_service.engines.transformers import generate as generate_steps
 from teacher_service.messages import read_score
 from tests.benchmarks import ROOT
 from tests.benchmarks.figures import (
@@ -286,15 +286,10 @@ def sample(
     student: LanguageModel, prompts: Sequence[Prompt], longest: int, ends: tuple[int, ...], seed: int
 ) -> list[list[int]]:
     """Completions at temperature 1; the same seed gives the same ones of the same model."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(logits_BV: Tensor) -> Tensor:
-        return torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)
-
-    vocab, asked = len(student.head.weight_VH), [prompt.token_ids for prompt in prompts]
-    with torch.inference_mode():
-        growing: Any = grow(student.model, vocab, asked, ends, longest, draw)
-        return completions(deque(growing, maxlen=1)[0])
+    vocab, first = len(student.head.weight_VH), seed * len(prompts)
+    asked = [EnginePrompt(np.array(prompt.token_ids, "i4"), first + i) for i, prompt in enumerate(prompts)]
+    *_, completions = generate_steps(student.model, vocab, asked, GenerationParams(longest, 1.0, ends))
+    return [completion.token_ids_T.tolist() for completion in completions or ()]
 
 
 @torch.inference_mode()
