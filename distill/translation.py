@@ -245,11 +245,6 @@ class Translation:
         behind = theirs[scored : scored + 1] if Segment.UNSCORED in segment else []
         return Aligned(np.array(theirs[:scored], "i4"), segment, ends, np.array(behind, "i4"))
 
-    def _parts(self, token_ids: Sequence[int]) -> int:
-        """How many tokens the teacher's tokenizer always parts from what stands before."""
-        first, last = self._first[[*token_ids]], self._last[[*token_ids]]
-        return int(self._parted[np.append(_PARTED, last[:-1]), first].sum())
-
     def figures(self, prompts: Sequence[Prompt]) -> list[str]:
         """What is to be known of the two tokenizers, in words; `prompts`: texts to cut."""
         whole = [[*prompt.token_ids, *sorted(self._ends)[:1]] for prompt in prompts]
@@ -257,7 +252,10 @@ class Translation:
         ours = sum(len(ids) for ids, _ in cut)
         theirs = sum(len(aligned.token_ids) for _, aligned in cut)
         alone = sum(len(aligned.alone()) for _, aligned in cut)
-        parted = sum(self._parts(ids) for ids, _ in cut)
+        parted = 0
+        for ids, _ in cut:
+            last = np.append(_PARTED, self._last[ids[:-1]])
+            parted += int(self._parted[last, self._first[ids]].sum())
         same = {*self._student_bytes} & {*self._teacher_bytes}
         names = [
             f"{self._student.convert_ids_to_tokens(id_)!r} is {self._teacher.convert_ids_to_tokens(other)!r}"

@@ -58,15 +58,15 @@ class KeptScores:
         self, folder: Path | None, memory_bytes: int, disk_bytes: int, registry: CollectorRegistry
     ) -> None:
         """`folder`: for this process alone, cleared of what an earlier one left. None: a temporary one."""
-        self._folder = folder
-        for path in folder.glob(f"*{_SUFFIX}") if folder else ():
+        self._boot, self._count = secrets.token_hex(8), 0
+        self._folder = folder or Path(tempfile.gettempdir(), f"distill-scores-{self._boot}")
+        for path in self._folder.glob(f"*{_SUFFIX}"):
             path.unlink(missing_ok=True)
         self._limits = {"memory": memory_bytes, "disk": disk_bytes}
         self._sizes = {"memory": 0, "disk": 0}
         self._memory: dict[str, list[bytes]] = {}  # the oldest first, as on disk
         self._disk: dict[str, int] = {}
         self._full = False  # the last spill could not be written
-        self._boot, self._count = secrets.token_hex(8), 0
         self._lock = threading.Lock()
         labels: Any = {"registry": registry, "namespace": NAMESPACE}
         kept = Gauge("kept_bytes", "Kept scores", ("where",), **labels)
@@ -117,23 +117,19 @@ class KeptScores:
         """Forget everything and remove the folder."""
         self.release([*self._memory, *self._disk])
         with suppress(OSError):  # it was never made, or holds what is not ours
-            if self._folder is not None:
-                self._folder.rmdir()
+            self._folder.rmdir()
 
     def _path(self, key: str) -> Path:
-        assert self._folder is not None, "a spill has made it"
         return self._folder / f"{key}{_SUFFIX}"
 
     def _spill(self, key: str, parts: list[bytes]) -> None:
         """Move a body from memory to a file; one that cannot be written is dropped."""
         size = _size(parts)
         self._sizes["memory"] -= size
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="distill-scores-"))
         self._disk[key] = size
         self._sizes["disk"] += size
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(0o700, parents=True, exist_ok=True)
             if shutil.disk_usage(self._folder).free < FREE_BYTES + size:
                 raise OSError(f"{self._folder} has less than {FREE_BYTES >> 30} GiB free")
             with self._path(key).open("wb") as file:

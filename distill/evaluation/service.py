@@ -122,10 +122,12 @@ async def keep(config: RunConfig, weights: Subscriber, claim: Claim, report: wir
 def keep_best(folder: Path, target: Path) -> None:
     """Replace `target` by a copy of the model in `folder`: a reader sees the old or the new one, never half.
 
-    Between the two renames there is neither; after a crash there, the old one is `.NAME.old`, the new one
-    `.NAME.new`.
+    Between the two renames there is neither; after a crash there, the old one is `.NAME.old`, which is put
+    back first, and the new one `.NAME.new`.
     """
     pending, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
+    if old.exists() and not target.exists():
+        old.rename(target)
     for left in (pending, old):
         shutil.rmtree(left, ignore_errors=True)
     shutil.copytree(folder, pending)

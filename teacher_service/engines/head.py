@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,18 +25,11 @@ BLOCK: Final = 8
 """Columns of a row of which only the largest is compared first, on a CPU."""
 
 
-class CheckpointHead(NamedTuple):
-    """What is known of a model from its head alone."""
-
-    head: OutputHead
-    dtype: torch.dtype
-    """Precision of the model."""
-    rows: int
-    """Rows of the model; `head` has those below the tokenizer's size."""
-
-
-def load_head(config: TeacherConfig, vocab_size: int, device: torch.device) -> CheckpointHead:
-    """The head of the checkpoint at `config.path`, on `device`.
+def load_head(
+    config: TeacherConfig, vocab_size: int, device: torch.device
+) -> tuple[OutputHead, torch.dtype, int]:
+    """The head of the checkpoint at `config.path`, on `device`; precision and rows of the model, of which the
+    head has those below `vocab_size`.
 
     transformers loads the model without its layers: embedding, final norm and head are left, with names, ties
     and precision as in the whole model, and `find_head` verifies the formula on them. Raises ConfigError.
@@ -66,7 +59,7 @@ def load_head(config: TeacherConfig, vocab_size: int, device: torch.device) -> C
     finally:
         logging.set_verbosity(verbosity)
     head = find_head(model.eval(), vocab_size, device)
-    return CheckpointHead(head, model.dtype, len(model.get_output_embeddings().weight))
+    return head, model.dtype, len(model.get_output_embeddings().weight)
 
 
 def find_head(model: Any, vocab_size: int, device: torch.device | None = None) -> OutputHead:

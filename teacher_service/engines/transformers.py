@@ -218,8 +218,8 @@ def load(config: TeacherConfig, vocab_size: int, leave_files: bool = False) -> T
     else:
         model = model.to(device)
     if leave_files and device.type == "cpu":
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
     return TransformersEngine(model, vocab_size, config)
 
 

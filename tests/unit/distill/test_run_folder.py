@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,17 @@ def test_the_best_model_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["weights"]
     assert (tmp_path / "best" / "weights").read_text() == "two"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "one", "two"]
+
+
+def test_the_best_model_outlives_two_crashes_while_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".best.old").mkdir()  # the first crash was between the two renames
+    (tmp_path / ".best.new").mkdir()
+    monkeypatch.setattr(shutil, "copytree", lambda *_: sys.exit("killed"))
+    with pytest.raises(SystemExit, match="killed"):
+        keep_best(tmp_path / "two", tmp_path / "best")
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
 @pytest.mark.parametrize("to", [Version(0, 4), None])

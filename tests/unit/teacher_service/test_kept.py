@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,17 @@ def test_a_body_larger_than_the_memory_is_kept_on_disk(tmp_path: Path) -> None:
     one = kept.put([body])
     assert (one.size, one.digest, one.url) == (len(body), blake3(body).digest(wire.DIGEST_BYTES), "")
     assert read(kept, one.key) == body
+
+
+def test_without_room_for_a_temporary_folder_the_oldest_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    kept = store(None, 10, 1 << 30)
+    keys = [kept.put([bytes(10)]).key for _ in range(2)]
+    assert [read(kept, key) for key in keys] == [None, bytes(10)]
+    kept.close()
 
 
 def test_what_is_being_read_is_read_to_its_end(tmp_path: Path) -> None:
