@@ -54,7 +54,7 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
     check_bind(host, token)
     import setproctitle
 
-    from sync.base.memory import available_memory
+    from sync.base.memory import memory
     from sync.base.tokenizers import end_ids, load_tokenizer, vocab_size
     from teacher_service.app import TeacherService
     from teacher_service.engines import build
@@ -70,7 +70,7 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
     engine = build(config, vocab_size(tokenizer, config.known_ids), claim)
     own_pass = config.engine == "transformers" and config.device != "cpu"
     gpus = device_memory() if own_pass else []  # vLLM sees to its own
-    bounds = limits(config, engine.engine_info, available_memory(), gpus)
+    bounds = limits(config, engine.engine_info, memory()[0], gpus)
     engine.engine_info = replace(engine.engine_info, max_length=bounds.max_length)
     info = describe(options.name, engine.engine_info, tokenizer, config.known_ids)
     if config.keep_folder is not None:  # one for each process

@@ -46,11 +46,6 @@ def give_back() -> None:
             trim(0)
 
 
-def available_memory() -> int:
-    """Bytes that the machine, and the container this process is in, have left."""
-    return memory()[0]
-
-
 def memory(cgroup: Path = CGROUP) -> tuple[int, int]:
     """(bytes left, bytes in all) of the machine, or of the container this process is in, the less of both."""
     machine = psutil.virtual_memory()

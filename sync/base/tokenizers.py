@@ -15,7 +15,7 @@ from datetime import datetime
 from functools import partial
 from operator import index as as_index
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -30,15 +30,6 @@ END, OTHER = 256, 257
 _SPACE: Final = "\u2581"
 """What tokenizers of SentencePiece's kind write for a space."""
 _DIGITS: Final = 32
-
-
-class Tokenizer(Protocol):
-    """What is read of a tokenizer."""
-
-    chat_template: Any
-
-    def get_vocab(self) -> dict[str, int]:
-        """Token → id, added tokens included."""
 
 
 def load_tokenizer(source: ModelSource) -> Any:
@@ -96,7 +87,7 @@ def at_time(tokenizer: Any, moment: datetime | None) -> Any:
     return tokenizer
 
 
-def vocab_size(tokenizer: Tokenizer, known_ids: int | None = None) -> int:
+def vocab_size(tokenizer: Any, known_ids: int | None = None) -> int:
     """One more than the largest id, and at most `known_ids`; rows of a model beyond it are padding."""
     size = max(tokenizer.get_vocab().values()) + 1
     return size if known_ids is None else min(size, known_ids)
@@ -117,14 +108,14 @@ def never_sample_from(model: Any, known: int) -> None:
     model.compute_logits = compute_logits
 
 
-def fingerprint(tokenizer: Tokenizer, known_ids: int | None = None) -> str:
+def fingerprint(tokenizer: Any, known_ids: int | None = None) -> str:
     """64 hex digits over the vocabulary (below `known_ids`) and the rules that cut text, in this order."""
     size = vocab_size(tokenizer, known_ids)
     vocabulary = sorted(item for item in tokenizer.get_vocab().items() if item[1] < size)
     return _digest(vocabulary) + _digest(_rules(tokenizer))
 
 
-def chat_template_fingerprint(tokenizer: Tokenizer) -> str | None:
+def chat_template_fingerprint(tokenizer: Any) -> str | None:
     """32 hex digits over what two conversations render to; None: it has no chat template."""
     return _digest(rendered(tokenizer)) if tokenizer.chat_template else None
 
@@ -287,7 +278,7 @@ class Agreement(NamedTuple):
 
 def agree(student: Any, teacher: Any) -> Agreement:
     """Compare what ids mean. Raises DataError with the first ids that mean different text."""
-    ours, theirs = _texts(student), _texts(teacher)
+    ours, theirs = ({id_: text for text, id_ in side.get_vocab().items()} for side in (student, teacher))
     common = sorted(ours.keys() & theirs.keys())
     clashes = [id_ for id_ in common if ours[id_] != theirs[id_]]
     reserved = [id_ for id_ in clashes if _PLACEHOLDER.search(ours[id_]) or _PLACEHOLDER.search(theirs[id_])]
@@ -326,12 +317,6 @@ def agree(student: Any, teacher: Any) -> Agreement:
 
 _PLACEHOLDER: Final = re.compile("reserved|unused|placeholder|dummy|extra_id|<SPECIAL_")
 """Part of the name of a token that no model was trained on; later models of a family give its id a name."""
-
-
-def _texts(tokenizer: Any) -> dict[int, str]:
-    return {id_: token for token, id_ in tokenizer.get_vocab().items()}
-
-
 _NAMES: Final = ("bos", "pad", "unk")
 """Special tokens whose names are compared; the ends have a line of their own."""
 
@@ -340,10 +325,11 @@ def differing_parts(ours: str, other: str) -> list[str]:
     """Names of the parts (of PARTS) in which two fingerprints differ; empty: the same tokenizer."""
     if len(ours) != len(other) or len(ours) != _DIGITS * len(PARTS):
         return [] if ours == other else list(PARTS)
-    return [name for i, name in enumerate(PARTS) if _part(ours, i) != _part(other, i)]
+    cuts = [slice(at, at + _DIGITS) for at in range(0, len(ours), _DIGITS)]
+    return [name for name, cut in zip(PARTS, cuts, strict=True) if ours[cut] != other[cut]]
 
 
-def _rules(tokenizer: Tokenizer) -> Any:
+def _rules(tokenizer: Any) -> Any:
     """What else decides how text becomes ids; None for tokenizers without a Rust backend."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -356,7 +342,3 @@ def _rules(tokenizer: Tokenizer) -> Any:
 
 def _digest(value: Any) -> str:
     return blake3(json.dumps(value, sort_keys=True).encode()).hexdigest(_DIGITS // 2)
-
-
-def _part(text: str, index: int) -> str:
-    return text[index * _DIGITS : (index + 1) * _DIGITS]
