@@ -24,7 +24,7 @@ from sync.base.errors import AlreadyPublished, SnapshotError, StoreError
 from sync.base.retry import Backoff
 from sync.base.settings import WeightsConfig
 from sync.weights.delta import file as delta_file
-from sync.weights.delta.codec import Bits, Effort, apply, on_host
+from sync.weights.delta.codec import Bits, Effort, on_host
 from sync.weights.delta.file import Header, Slice
 from sync.weights.snapshots import checkpoint
 from sync.weights.snapshots.checkpoint import BITS, refused, without_code
@@ -152,7 +152,8 @@ class Publisher:
             header = Header(
                 self._run.name, self._fingerprint, version, base, self._rank, self._world_size, []
             )
-            data = self._shard.delta(header, self._slices, shards, self.codec)
+            copy = self._shard
+            data = delta_file.build(header, self._slices, copy.last, shards, self.codec, copy.host)
             encode_seconds = time.monotonic() - begun
             file = File(f"delta-{self._rank:05d}.bin", len(data), blake3(data).hexdigest())
             self._write(self._key(version, file.key), data)
@@ -245,9 +246,7 @@ class Publisher:
             size = self._write(key, data)
             digest = blake3(data) if isinstance(data, bytes) else blake3().update_mmap(data)
             files.append(File(name, size, digest.hexdigest()))
-        total = sum(file.size for file in files)
-        self._finish(version, kind, parent, None, files, total)
-        return total
+        return self._finish(version, kind, parent, files)
 
     def _left_behind(self, version: Version) -> Manifest | None:
         """The manifest that this publisher wrote before it failed; None: it wrote none, and its deltas go."""
@@ -260,13 +259,12 @@ class Publisher:
 
     def _compare(self, folder: Path, shards: Mapping[str, Bits]) -> None:
         """The folder must hold this model, and this rank's very bits: deltas are taken from those."""
-        fingerprint = checkpoint.fingerprint(folder)
-        if fingerprint != self._fingerprint:
+        places = checkpoint.tensors(folder)
+        if (fingerprint := checkpoint.fingerprint(places)) != self._fingerprint:
             raise SnapshotError(
                 f"{folder} has fingerprint {fingerprint[:12]}, the run's model has {self._fingerprint[:12]}: "
                 "names, shapes or dtypes differ"
             )
-        places = checkpoint.tensors(folder)
         self._model_bytes = sum(place.nbytes for place in places.values())
         arrays = checkpoint.bits(places)
         for part in self._slices:
@@ -289,8 +287,7 @@ class Publisher:
                 f"the slices of all {self._world_size} ranks hold {total} bytes, the model "
                 f"{self._model_bytes}: every element belongs to exactly one rank"
             )
-        self._finish(version, "delta", self._parent, base, files, self._full_bytes)
-        return sum(file.size for file in files)
+        return self._finish(version, "delta", self._parent, files, base)
 
     def _await_part(self, version: Version, base: Version, rank: int, deadline: float) -> Part:
         key = self._key(version, _receipt(rank))
@@ -314,10 +311,11 @@ class Publisher:
         version: Version,
         kind: Literal["full", "delta", "lora"],
         parent: Version | None,
-        base: Version | None,
         files: list[File],
-        full: int,
-    ) -> None:
+        base: Version | None = None,
+    ) -> int:
+        """Write the manifest; returns the bytes of all files."""
+        total = sum(file.size for file in files)
         manifest = Manifest(
             run=self._run.name,
             run_id=self._run.id,
@@ -327,12 +325,13 @@ class Publisher:
             base=base,
             fingerprint=self._fingerprint,
             files=files,
-            bytes=sum(file.size for file in files),
-            full_bytes=full,
+            bytes=total,
+            full_bytes=total if base is None else self._full_bytes,
             created=time.time(),
         )
         self._write(manifest_key(self._run.name, version), dump(manifest))
         self._move_latest(manifest)
+        return total
 
     def _move_latest(self, manifest: Manifest) -> None:
         latest, text = latest_key(self._run.name), f"{manifest.version}\n".encode()
@@ -350,9 +349,8 @@ def _receipt(rank: int) -> str:
 class BaseShard:
     """A copy of the last published shard on its device and, for shards on a GPU, another in host memory.
 
-    A device compares its own two copies, and the host copy is updated by applying the resulting blobs:
-    digests cover exactly the bits that a reader reconstructs. After an anchor, shards are copied to the host
-    for effort "small" alone, and ranges that are sent whole.
+    A device compares its own two copies, and the host copy is updated by applying the resulting blobs. After
+    an anchor, shards are copied to the host for effort "small" alone, and ranges that are sent whole.
     """
 
     def __init__(self, slices: Sequence[Slice], shards: Mapping[str, Bits]) -> None:
@@ -360,28 +358,14 @@ class BaseShard:
         bits_of = {part.name: shards[part.name] for part in slices}
         self.host = {name: on_host(bits).copy() for name, bits in bits_of.items()}
         """The same bits in host memory."""
-        self._last: dict[str, Bits] = {
+        self.last: dict[str, Bits] = {
             name: self.host[name] if isinstance(bits, np.ndarray) else bits.clone()
             for name, bits in bits_of.items()
         }
 
-    def delta(
-        self, header: Header, slices: Sequence[Slice], shards: Mapping[str, Bits], effort: Effort
-    ) -> bytes:
-        """This rank's file from the copy to `shards`; `advance` or a new anchor must follow."""
-
-        def after(part: Slice, blob: bytes) -> np.ndarray:
-            new = shards[part.name]
-            if isinstance(new, np.ndarray):
-                return new
-            apply(self.host[part.name], blob, part.dtype)
-            return self.host[part.name]
-
-        return delta_file.build(header, slices, self._last, shards, effort, after)
-
     def advance(self, shards: Mapping[str, Bits]) -> None:
-        """Hold `shards`, to which `delta` was taken, from now on."""
-        for name, last in self._last.items():
+        """Hold `shards`, to which a delta was taken, from now on."""
+        for name, last in self.last.items():
             bits: Any = last
             bits[:] = shards[name]
 

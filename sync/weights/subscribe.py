@@ -29,10 +29,9 @@ from sync.base.settings import ReplicaConfig
 from sync.weights.delta.file import apply_chain
 from sync.weights.snapshots import checkpoint
 from sync.weights.snapshots.manifest import (
-    Deltas,
+    Download,
     Manifest,
     dump,
-    fetch_folder,
     lease,
     load,
     read_chain,
@@ -151,19 +150,19 @@ class Mirror:
 
     def _bring_forward(self, version: Version) -> int:
         """Take the first route to `version` that verifies; returns the bytes read from the store."""
-        deltas = Deltas(self._store, self._folder / "deltas")
+        download = Download(self._store, self._folder / "deltas")
         for slot in (self._spare, self._state.live):
             chain = self._chain_from(self._version_in(slot), version)
             if slot is None or not chain:
                 continue
             try:
-                self._take(slot, chain, deltas)
-                return deltas.bytes_read
+                self._take(slot, chain, download)
+                return download.bytes_read
             except (SnapshotError, StoreError) as error:
                 logger.warning("staging %s on top of slot %s failed: %s", version, slot, error)
         with lease(self._store, self._run, version):
-            self._take(None, read_chain(self._store, self._run, version), deltas)
-        return deltas.bytes_read
+            self._take(None, read_chain(self._store, self._run, version), download)
+        return download.bytes_read
 
     def _chain_from(self, local: Version | None, version: Version) -> list[Manifest]:
         """Deltas that lead from `local` to `version`; none when there is no such chain."""
@@ -176,7 +175,7 @@ class Mirror:
             return []
         return chain if chain[0].base == local else []
 
-    def _take(self, slot: str | None, chain: list[Manifest], deltas: Deltas) -> None:
+    def _take(self, slot: str | None, chain: list[Manifest], download: Download) -> None:
         """Bring the spare along one route: deltas on what `slot` holds, or from the anchor (None). Raises
         SnapshotError when a file or its result is not what the trainer had."""
         self._check_model(chain)
@@ -184,24 +183,26 @@ class Mirror:
         spare = self._folder / self._spare
         if slot is None:
             self._empty_spare()
-            deltas.bytes_read += fetch_folder(self._store, chain[0], spare)
+            download.anchor(chain[0], spare)
         places = checkpoint.tensors(spare if slot is None else self._folder / slot)
-        if checkpoint.fingerprint_of(places) != chain[-1].fingerprint:
+        if checkpoint.fingerprint(places) != chain[-1].fingerprint:
             raise SnapshotError(
                 f"the files of {chain[0].version} are of another model than its manifest says"
             )
         for link in links:
-            deltas.fetch(link, places)
+            download.delta(link, places)
         if slot is not None and slot == self._state.live:
             self._empty_spare()
             shutil.copytree(self._folder / slot, spare)
         elif slot is not None:
             self._write(**{self._spare: None})
-        apply_chain(spare, (deltas.open(link, places) for link in links))
+        apply_chain(spare, (download.open(link, places) for link in links))
         self._write(**{self._spare: chain[-1].version}, fingerprint=chain[-1].fingerprint)
         bases = [link.base for link in chain]
         start = bases.index(self.version) if self.version and self.version in bases else len(chain)
-        deltas.keep({link.version for link in chain[start:] if link.base is not None})  # the live slot's next
+        download.keep(
+            {link.version for link in chain[start:] if link.base is not None}
+        )  # the live slot's next
 
     def _check_model(self, chain: list[Manifest]) -> None:
         known = self._state.fingerprint or chain[0].fingerprint

@@ -66,7 +66,7 @@ class Versions:
         slices = [
             Slice(n, at.shape, at.kind, 0, int(np.prod(at.shape, dtype=int))) for n, at in places.items()
         ]
-        identity = wire.RunIdentity("tests", model=checkpoint.fingerprint(folders[0]))
+        identity = wire.RunIdentity("tests", model=checkpoint.fingerprint(places))
         publisher = Publisher(open_store(DirectoryStoreConfig(), store), identity, slices)
         for step, folder in enumerate(folders, 1):
             bits = checkpoint.bits(checkpoint.tensors(folder))

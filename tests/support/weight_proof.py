@@ -75,7 +75,7 @@ class Versions:
         self.arrays: dict[str, Any] = checkpoint.bits(self.places, writable=True)
         """Tensor → its bits; a change of them is in the copy."""
         slices = [Slice(n, at.shape, at.kind, 0, self.arrays[n].size) for n, at in self.places.items()]
-        identity = RunIdentity(RUN, model=checkpoint.fingerprint(self._folder))
+        identity = RunIdentity(RUN, model=checkpoint.fingerprint(self.places))
         self._publisher = Publisher(store, identity, slices)
 
     def publish(self, kind: str) -> Published:

@@ -86,11 +86,6 @@ def apply(bits: np.ndarray, blob: bytes | memoryview, kind: str) -> None:
     reader.end()
 
 
-def mode_of(blob: bytes | memoryview) -> Mode:
-    """The mode that a blob was coded in."""
-    return Mode(blob[0])
-
-
 def on_host(bits: Bits) -> np.ndarray:
     """The bits in host memory: the array itself, or a copy of a tensor as unsigned integers."""
     return bits if isinstance(bits, np.ndarray) else bits.cpu().numpy().view(f"u{bits.itemsize}")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -81,21 +81,25 @@ def build(
     old: Mapping[str, codec.Bits],
     new: Mapping[str, codec.Bits],
     effort: codec.Effort,
-    after: Callable[[Slice, bytes], np.ndarray] | None = None,
+    host: Mapping[str, np.ndarray] = {},
 ) -> bytes:
     """File of one rank; `header` comes without ranges, `old` and `new` hold this rank's flat bits by name.
-    `after`: the new bits of a slice in host memory, given its blob; None: `new` holds arrays itself."""
+    `host` holds the old bits of tensors on a device in host memory, and the new ones after this: digests
+    cover exactly what a reader reconstructs."""
 
     def encode(part: Slice) -> tuple[bytes, bytes]:
         bits = new[part.name]
         blob = codec.encode(old[part.name], bits, part.dtype, effort)
-        return blob, _digest(np.asarray(bits) if after is None else after(part, blob))
+        if not isinstance(bits, np.ndarray):
+            codec.apply(host[part.name], blob, part.dtype)
+            bits = host[part.name]
+        return blob, _digest(bits)
 
     parts = [part for part in slices if part.count]
     coded = [encode(part) for part in parts]
     starts = accumulate((len(blob) for blob, _ in coded), initial=0)
     ranges = [
-        Range(part.name, part.start, part.count, part.dtype, codec.mode_of(blob), start, len(blob), digest)
+        Range(part.name, part.start, part.count, part.dtype, blob[0], start, len(blob), digest)
         for part, (blob, digest), start in zip(parts, coded, starts, strict=False)
     ]
     head = msgspec.msgpack.encode(msgspec.structs.replace(header, ranges=ranges))

@@ -18,7 +18,6 @@ from sync.weights.snapshots.manifest import (
     named,
     read_latest,
     read_manifest,
-    versions,
 )
 from sync.weights.stores import Store
 from sync.weights.subscribe import Mirror
@@ -80,9 +79,8 @@ def ls(store: Store, run: str) -> Listing:
         latest = read_latest(store, run)
     except (SnapshotError, StoreError) as error:
         problem = Odd("LATEST", str(error))
-    folders, odd = _folders(store, run)
-    published = versions(store, run)
-    listing = Listing(sorted(folders - set(published)), odd + ([problem] if problem else []), latest)
+    published, bare, odd = _folders(store, run)
+    listing = Listing(bare, odd + ([problem] if problem else []), latest)
     for version in published:
         try:
             listing.manifests[version] = read_manifest(store, run, version)
@@ -95,11 +93,12 @@ def ls(store: Store, run: str) -> Listing:
 def verify(store: Store, run: str, work: Path | None = None) -> Iterator[Verified]:
     """Read every version as a replica would, oldest first. Takes room for two checkpoints in a temporary
     folder inside `work` (None: the system's)."""
+    published, _, odd = _folders(store, run)
     with (
         tempfile.TemporaryDirectory(dir=work) as folder,
         Mirror(Path(folder) / "mirror", store, run) as mirror,
     ):
-        for version in versions(store, run):
+        for version in published:
             problem = None
             try:
                 mirror.stage(version)
@@ -107,8 +106,7 @@ def verify(store: Store, run: str, work: Path | None = None) -> Iterator[Verifie
             except (SnapshotError, StoreError) as error:
                 problem = str(error)
             yield Verified(version, problem)
-    for odd in _folders(store, run)[1]:
-        yield Verified(odd.name, odd.problem)
+    yield from (Verified(folder.name, folder.problem) for folder in odd)
 
 
 def gc(
@@ -164,13 +162,16 @@ def export(store: Store, run: str, version: Version, folder: Path) -> None:
         shutil.move(staged.path, folder)
 
 
-def _folders(store: Store, run: str) -> tuple[set[Version], list[Odd]]:
-    """Versions with a folder, and folders that look like versions and are none."""
-    names = sorted({key.split("/")[1] for key in store.list(f"{run}/L") if key.count("/") > 1})
-    pairs = list(named(names))
+def _folders(store: Store, run: str) -> tuple[list[Version], list[Version], list[Odd]]:
+    """Versions with a manifest, oldest first; those without; folders that look like versions and are none."""
+    keys = [key.split("/") for key in store.list(f"{run}/L") if key.count("/") > 1]
+    pairs = list(named(sorted({name for _, name, *_ in keys})))
+    versions = sorted(version for _, version in pairs if version is not None)
+    whole = {name for _, name, *rest in keys if rest == ["manifest.json"]}
     why = "it is no version's name, such as L000-v00000012: nothing here reads or removes it"
     odd = [Odd(ascii(name), why) for name, version in pairs if version is None]
-    return {version for _, version in pairs if version is not None}, odd
+    bare = [version for version in versions if str(version) not in whole]
+    return [version for version in versions if str(version) in whole], bare, odd
 
 
 def _needed(listing: Listing, keep_anchors: int, since: float) -> set[Version]:

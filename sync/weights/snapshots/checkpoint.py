@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
@@ -34,9 +35,6 @@ _KINDS: Final = {
 }
 BITS: Final[dict[str, np.dtype]] = {kind: np.dtype(bits) for kind, bits in _KINDS.values()}
 """Kind of element → numpy type that holds its bits."""
-_MOST_HEADER: Final = 1 << 24
-"""Bytes; a hundred thousand tensors' names and places."""
-_UNREADABLE: Final = (SafetensorError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class TensorAt(NamedTuple):
@@ -104,7 +102,7 @@ def _indexed(folder: Path, whole: str) -> list[Path]:
         return []
     try:
         names = sorted({*json_decoder(_Index).decode(index.read_bytes()).weight_map.values()})
-    except _UNREADABLE as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SnapshotError(f"{index} cannot be read: {error}; put it back from where it came") from None
     present = {path.name for path in folder.glob(f"*{Path(whole).suffix}")}  # no file elsewhere
     if missing := [name for name in names if name not in present]:
@@ -147,29 +145,27 @@ def let_others_read(folder: Path) -> None:
 
 
 def _read_header(file: Path) -> Iterator[tuple[str, TensorAt]]:
-    """Names and places of the tensors in one file. safetensors itself refuses what does not tile the file."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        text = stream.read(min(length, _MOST_HEADER))
-    if len(text) < length:
-        raise SnapshotError(
-            f"{file} states a header of {length} bytes: it was cut or altered; copy or download it anew"
-        )
+    """Names and places of the tensors in one file; safetensors sees to it that they tile it."""
     try:
-        with safe_open(file, framework="numpy"):
-            entries = msgspec.json.decode(text)
-    except _UNREADABLE as error:
+        with safe_open(file, framework="numpy") as opened:
+            slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+            entries = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
+    except (SafetensorError, OSError) as error:
         raise SnapshotError(
             f"{file} cannot be read as safetensors: {error}; it was cut or altered; copy or download it anew"
         ) from None
-    entries.pop("__metadata__", None)
-    for name, entry in entries.items():
-        if (dtype := entry["dtype"]) not in _KINDS:
+    tensors = []
+    for name, dtype, shape in entries:
+        if dtype not in _KINDS:
             raise SnapshotError(
                 f"tensor {name!r} of {file} has dtype {dtype}: use one of {', '.join(_KINDS)}"
             )
-        start, end = entry["data_offsets"]
-        yield name, TensorAt(file, _KINDS[dtype][0], tuple(entry["shape"]), 8 + length + start, end - start)
+        kind, bits = _KINDS[dtype]
+        tensors.append((name, kind, shape, math.prod(shape) * np.dtype(bits).itemsize))
+    offset = file.stat().st_size - sum(nbytes for *_, nbytes in tensors)
+    for name, kind, shape, nbytes in tensors:
+        yield name, TensorAt(file, kind, shape, offset, nbytes)
+        offset += nbytes
 
 
 def bits(places: Mapping[str, TensorAt], writable: bool = False) -> dict[str, np.ndarray]:
@@ -192,12 +188,7 @@ def model_fingerprint(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
     return blake3("".join(lines).encode()).hexdigest()
 
 
-def fingerprint(folder: Path) -> str:
-    """`model_fingerprint` of a checkpoint folder."""
-    return fingerprint_of(tensors(folder))
-
-
-def fingerprint_of(places: Mapping[str, TensorAt]) -> str:
+def fingerprint(places: Mapping[str, TensorAt]) -> str:
     """`model_fingerprint` of a checkpoint's tensors."""
     return model_fingerprint({name: (place.shape, place.kind) for name, place in places.items()})
 

@@ -37,7 +37,6 @@ from sync.weights.stores import Store, check_key, read_small
 from sync.wire import Version
 
 logger = logging.getLogger(__name__)
-LATEST: Final = "LATEST"
 _MOST_FILES: Final = 1 << 18
 """Files of a chain of versions, all together."""
 _MOST_RANKS: Final = 4096
@@ -103,7 +102,7 @@ def manifest_key(run: str, version: Version) -> str:
 
 def latest_key(run: str) -> str:
     """Key of the name of the newest version."""
-    return f"{run}/{LATEST}"
+    return f"{run}/LATEST"
 
 
 M = TypeVar("M")
@@ -169,13 +168,6 @@ def read_latest(store: Store, run: str) -> Version | None:
         raise SnapshotError(f"{latest_key(run)} was altered: {error}") from None
 
 
-def versions(store: Store, run: str) -> list[Version]:
-    """Every version that has a manifest, oldest first; folders with other names are none."""
-    names = (key.split("/") for key in store.list(f"{run}/L"))
-    manifests = (parts[1] for parts in names if parts[2:] == ["manifest.json"])
-    return sorted(version for _, version in named(manifests) if version is not None)
-
-
 def named(folders: Iterable[str]) -> Iterator[tuple[str, Version | None]]:
     """Each folder's name and its version; None: it names none."""
     for name in folders:
@@ -212,46 +204,27 @@ def read_chain(
 # --- files, verified as they come ------------------------------------------------------------------------
 
 
-def fetch_file(store: Store, manifest: Manifest, file: File, path: Path) -> int:
-    """Bring `path` to hold `file`; returns the bytes read from the store, 0 when it held them already. Raises
-    SnapshotError when the store's bytes are not the manifest's; then there is no `path`."""
-    if path.exists() and _is(path, file):
-        return 0
-    key = version_key(manifest.run, manifest.version, check_key(file.key))
-    if (size := store.size(key)) != file.size:
-        raise SnapshotError(f"{key} has {size} bytes, the manifest says {file.size}: it was cut or altered")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    store.fetch(key, path)
-    if not _is(path, file):
-        path.unlink()
-        raise SnapshotError(f"{key} has another digest than its manifest: it was cut or altered")
-    return file.size
-
-
-def fetch_folder(store: Store, manifest: Manifest, folder: Path) -> int:
-    """Write an anchor's files into the new `folder`; returns the bytes read from the store. Raises
-    StoreError, before anything is read, when the disk has no room for them, and SnapshotError when they name
-    code."""
-    folder.mkdir(parents=True)
-    if (free := shutil.disk_usage(folder).free) < manifest.bytes:
-        raise StoreError(
-            f"{manifest.version} takes {manifest.bytes} bytes and {folder} has {free}: free some"
-        )
-    read = 0
-    for file in manifest.files:
-        read += fetch_file(store, manifest, file, folder / file.key.removeprefix("model/"))
-    check_no_code(folder)
-    return read
-
-
-class Deltas:
-    """Delta files on this machine: each is downloaded once, although both slots need it."""
+class Download:
+    """Brings files of versions from a store, and counts the bytes. A delta's are kept in `folder`: each is
+    downloaded once, although both slots need it."""
 
     def __init__(self, store: Store, folder: Path) -> None:
         self._store, self._folder = store, folder
         self.bytes_read = 0
 
-    def fetch(self, manifest: Manifest, places: Mapping[str, TensorAt]) -> None:
+    def anchor(self, manifest: Manifest, folder: Path) -> None:
+        """Write an anchor's files into the new `folder`. Raises StoreError, before anything is read, when the
+        disk has no room for them, and SnapshotError when they name code or are not what the manifest says."""
+        folder.mkdir(parents=True)
+        if (free := shutil.disk_usage(folder).free) < manifest.bytes:
+            raise StoreError(
+                f"{manifest.version} takes {manifest.bytes} bytes and {folder} has {free}: free some"
+            )
+        for file in manifest.files:
+            self._fetch(manifest, file, folder / file.key.removeprefix("model/"))
+        check_no_code(folder)
+
+    def delta(self, manifest: Manifest, places: Mapping[str, TensorAt]) -> None:
         """Download every rank's file. Raises SnapshotError when one is not what the manifest says, or all of
         them are longer than a delta of the checkpoint with `places` can be."""
         if manifest.bytes > (limit := delta_file.most_bytes(places, len(manifest.files))):
@@ -260,15 +233,32 @@ class Deltas:
                 f"{limit}: it was altered"
             )
         for rank, file in enumerate(manifest.files):
-            self.bytes_read += fetch_file(self._store, manifest, file, self._path(manifest, rank))
+            self._fetch(manifest, file, self._path(manifest, rank))
 
     def open(self, manifest: Manifest, places: Mapping[str, TensorAt]) -> list[tuple[Header, memoryview]]:
-        """Header and blobs of every rank's file that `fetch` brought. Raises SnapshotError when one is not
+        """Header and blobs of every rank's file that `delta` brought. Raises SnapshotError when one is not
         what it should be."""
-        return [self._open(manifest, rank, places) for rank in range(len(manifest.files))]
+        version, base, ranks = manifest.version, manifest.base or manifest.version, len(manifest.files)
+        files = []
+        for rank in range(ranks):
+            path = self._path(manifest, rank)
+            data = np.memmap(path, np.uint8, "r").data if path.stat().st_size else memoryview(b"")
+            header, blobs = delta_file.parse(data, delta_file.most_header(places))
+            if len(header.ranges) > len(places):
+                raise SnapshotError(
+                    f"{path} has {len(header.ranges)} ranges, the model {len(places)} tensors: it was altered"
+                )
+            if header != Header(
+                manifest.run, manifest.fingerprint, version, base, rank, ranks, header.ranges
+            ):
+                raise SnapshotError(
+                    f"{path} is not rank {rank}'s file of {version} on {base}: files were mixed up"
+                )
+            files.append((header, blobs))
+        return files
 
     def keep(self, versions: set[Version]) -> None:
-        """Remove the files of all other versions."""
+        """Remove the delta files of all other versions."""
         names = {str(version) for version in versions}
         for folder in self._folder.iterdir() if self._folder.exists() else ():
             if folder.name not in names:
@@ -277,25 +267,22 @@ class Deltas:
     def _path(self, manifest: Manifest, rank: int) -> Path:
         return self._folder / str(manifest.version) / f"{rank:05d}.bin"
 
-    def _open(
-        self, manifest: Manifest, rank: int, places: Mapping[str, TensorAt]
-    ) -> tuple[Header, memoryview]:
-        path = self._path(manifest, rank)
-        data = np.memmap(path, np.uint8, "r").data if path.stat().st_size else memoryview(b"")
-        header, blobs = delta_file.parse(data, delta_file.most_header(places))
-        if len(header.ranges) > len(places):
+    def _fetch(self, manifest: Manifest, file: File, path: Path) -> None:
+        """Bring `path` to hold `file`. Raises SnapshotError, and removes `path`, when the bytes that come are
+        not the manifest's."""
+        if path.exists() and _is(path, file):
+            return
+        key = version_key(manifest.run, manifest.version, check_key(file.key))
+        if (size := self._store.size(key)) != file.size:
             raise SnapshotError(
-                f"{path} has {len(header.ranges)} ranges, the model {len(places)} tensors: it was altered"
+                f"{key} has {size} bytes, the manifest says {file.size}: it was cut or altered"
             )
-        version, base = manifest.version, manifest.base or manifest.version
-        expected = Header(
-            manifest.run, manifest.fingerprint, version, base, rank, len(manifest.files), header.ranges
-        )
-        if header != expected:
-            raise SnapshotError(
-                f"{path} is not rank {rank}'s file of {version} on {base}: files were mixed up"
-            )
-        return header, blobs
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._store.fetch(key, path)
+        if not _is(path, file):
+            path.unlink()
+            raise SnapshotError(f"{key} has another digest than its manifest: it was cut or altered")
+        self.bytes_read += file.size
 
 
 def _is(path: Path, file: File) -> bool:

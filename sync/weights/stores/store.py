@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 from uuid import uuid4
 
 from sync.base.durable import force, is_full, make_folder
@@ -208,7 +208,11 @@ class DirectoryStore(Store):
         with self._explained("write", key):
             try:
                 with pending.open("xb") as file:
-                    _fill(file, data)
+                    if isinstance(data, Path):
+                        with data.open("rb") as source:
+                            shutil.copyfileobj(source, file, 1 << 20)
+                    else:
+                        file.write(data)
                     os.fsync(file.fileno())
                 _place(pending, target, place)
                 force(target.parent)
@@ -216,14 +220,6 @@ class DirectoryStore(Store):
                 raise self._taken(key) from None
             finally:
                 pending.unlink(missing_ok=True)
-
-
-def _fill(file: BinaryIO, data: bytes | Path) -> None:
-    if isinstance(data, Path):
-        with data.open("rb") as source:
-            shutil.copyfileobj(source, file, 1 << 20)
-    else:
-        file.write(data)
 
 
 def _place(pending: Path, target: Path, place: Callable[[Path, Path], None]) -> None:

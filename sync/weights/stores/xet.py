@@ -50,13 +50,11 @@ class XetStore(Store):
         (self._root / "xet").mkdir(exist_ok=True)
 
     def create(self, key: str, data: bytes | Path) -> None:
+        if self._keys.exists(key):  # before anything is stored
+            raise self._taken(key)
         size = data.stat().st_size if isinstance(data, Path) else len(data)
-        if size <= _INLINE:
-            self._keys.create(key, msgspec.msgpack.encode(_Pointer(content(data))))
-        elif self._keys.exists(key):
-            self._keys.create(key, b"")  # refuses, before anything is stored
-        else:
-            self._keys.create(key, msgspec.msgpack.encode(self._alone(_upload, data)))
+        pointer = _Pointer(content(data)) if size <= _INLINE else self._alone(_upload, data)
+        self._keys.create(key, msgspec.msgpack.encode(pointer))
 
     def replace(self, key: str, data: bytes) -> None:
         self._keys.replace(key, msgspec.msgpack.encode(_Pointer(bytes(data))))

@@ -23,8 +23,8 @@ from published import bits_of, publisher_of, saved, v
 from sync.base.errors import AlreadyPublished, SnapshotError, StoreError
 from sync.base.settings import WeightsConfig
 from sync.weights.publish import BaseShard, Publisher, Slice
-from sync.weights.snapshots import checkpoint
-from sync.weights.snapshots.manifest import read_chain, read_latest, read_manifest, versions
+from sync.weights.snapshots import admin, checkpoint
+from sync.weights.snapshots.manifest import read_chain, read_latest, read_manifest
 from sync.weights.stores import Store
 from sync.weights.stores.bucket import BucketStore
 from sync.weights.subscribe import Mirror
@@ -160,7 +160,7 @@ def test_mirrors_that_follow_or_join_late_hold_the_trainers_bits(
         follow(two, v(11), trainer)
         assert (two.path or tmp_path).joinpath("config.json").read_text() == "{}"
     assert read_latest(store, RUN) == v(11)
-    assert versions(store, RUN) == [v(step) for step in range(12)]
+    assert [*admin.ls(store, RUN).manifests] == [v(step) for step in range(12)]
 
 
 class TimedStore(MemoryStore):
@@ -487,7 +487,7 @@ def test_a_rank_that_leaves_no_receipt_is_named(store: MemoryStore, tmp_path: Pa
     with pytest.raises(StoreError, match="rank 1 of 2 left no receipt of L000-v00000001"):
         trainer.publishers[0].delta(v(1), trainer.shards(0))
     assert trainer.publishers[0].anchor_due
-    assert versions(store, RUN) == [v(0)]
+    assert [*admin.ls(store, RUN).manifests] == [v(0)]
 
 
 def test_ranks_that_disagree_about_the_base_are_found(store: MemoryStore, tmp_path: Path) -> None:
@@ -578,7 +578,9 @@ def test_a_checkpoint_whose_tensors_are_not_aligned_is_brought_forward_too(
     content = len(text).to_bytes(8, "little") + text + old["odd"].tobytes() + old["w"].tobytes()
     (folder / "model.safetensors").write_bytes(content)
     slices = [Slice("odd", (1,), "u1", 0, 1), Slice("w", (3,), "bf16", 0, 3)]
-    publisher = Publisher(store, RunIdentity(RUN, model=checkpoint.fingerprint(folder)), slices)
+    publisher = Publisher(
+        store, RunIdentity(RUN, model=checkpoint.fingerprint(checkpoint.tensors(folder))), slices
+    )
     publisher.anchor(v(0), None, folder, old)
     new = {"odd": np.array([8], "u1"), "w": np.array([1, 5, 3], "u2")}
     publisher.delta(v(1), new)
