@@ -231,40 +231,16 @@ class Receiver:
     sender answers. Give the sender's own."""
 
     def __init__(self, timeout: float, device: torch.device | str = "cpu", token: str | None = None) -> None:
-        self.timeout, self.device = timedelta(seconds=timeout), torch.device(device)
-        self._token = token
-        self._group: Group | None = None  # of the last broadcast
+        self.timeout, self.device, self.token = timedelta(seconds=timeout), torch.device(device), token
+        self.group: Group | None = None
+        """Of the last broadcast; held by nobody while one is received, and after one that failed."""
 
     def receive(self, ticket: BroadcastTicket) -> Reception:
         return Reception(self, ticket)
 
-    def meeting(self, ticket: BroadcastTicket) -> Meeting:
-        """Where the members of the ticket's broadcast meet."""
-        return Meeting(Visitor(ticket.address, self._token, self.timeout).ask, ticket.group, self.timeout)
-
-    def group_name(self, ticket: BroadcastTicket) -> str:
-        """Name of the group in which it has the ticket's rank, or _NEW."""
-        kept = self._group
-        return kept.name if kept is not None and kept.rank == ticket.rank else _NEW
-
-    def group(self, name: str, ticket: BroadcastTicket, store: Meeting) -> Group:
-        """The one that is held, where that is `name`; else, for _NEW, one under the ticket's name. Not held
-        meanwhile: `keep` it when its broadcast has succeeded."""
-        kept, self._group = self._group, None
-        if kept is not None:
-            if kept.name == name:
-                return kept
-            kept.close()
-        host, _, port = ticket.address.rpartition(":")
-        address = address_towards(host, int(port))
-        return Group(store, ticket.rank, ticket.world_size, address, self.timeout, self.device)
-
-    def keep(self, group: Group) -> None:
-        self._group = group
-
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
+        if self.group is not None:
+            self.group.close()
 
 
 class Reception:
@@ -273,7 +249,9 @@ class Reception:
     def __init__(self, receiver: Receiver, ticket: BroadcastTicket) -> None:
         self.bytes_received = 0
         self._receiver, self._given_up = receiver, threading.Event()
-        self._store, self._groups = receiver.meeting(ticket), list[Group]()
+        self._groups = list[Group]()
+        sender = Visitor(ticket.address, receiver.token, receiver.timeout)
+        self._store = Meeting(sender.ask, ticket.group, receiver.timeout)
         self._received = in_thread(lambda: self._receive(ticket))
         threading.Thread(target=self._heed, args=(ticket,), name="broadcast watch", daemon=True).start()
 
@@ -323,8 +301,9 @@ class Reception:
             )
         text = store.get("plan", given_up)
         plan = Plan(*json_decoder(tuple[list[TensorMeta], int, str | None]).decode(text))
-        store.set(f"here/{ticket.rank}", self._receiver.group_name(ticket))
-        group = self._receiver.group(store.told("go", given_up).decode(), ticket, store)
+        last = self._receiver.group
+        store.set(f"here/{ticket.rank}", last.name if last and last.rank == ticket.rank else _NEW)
+        group = self._group_of(ticket, store.told("go", given_up).decode())
         with used(group, self._groups, given_up):
             tensors = self._receive_buckets(group, plan)
             sent = json_decoder(dict[str, str]).decode(store.told("digests", given_up))
@@ -332,9 +311,22 @@ class Reception:
             if digests != sent:
                 wrong = sorted(name for name in sent if digests.get(name) != sent[name])
                 raise SnapshotError(f"tensors {wrong[:3]} did not arrive as they were sent")
-        self._receiver.keep(group)
+        self._receiver.group = group
         store.set(f"received/{ticket.rank}", "1")
         return Received(ticket.group, tensors, digests, plan.adapter_config)
+
+    def _group_of(self, ticket: BroadcastTicket, name: str) -> Group:
+        """The receiver's, where that is `name`; else, for _NEW, one under the ticket's name."""
+        receiver = self._receiver
+        kept, receiver.group = receiver.group, None
+        if kept is not None:
+            if kept.name == name:
+                return kept
+            kept.close()
+        host, _, port = ticket.address.rpartition(":")
+        address = address_towards(host, int(port))
+        size, timeout, device = ticket.world_size, receiver.timeout, receiver.device
+        return Group(self._store, ticket.rank, size, address, timeout, device)
 
     def _receive_buckets(self, group: Group, plan: Plan) -> dict[str, torch.Tensor]:
         whole_N, device = torch.empty(plan.nbytes, dtype=torch.uint8), self._receiver.device
