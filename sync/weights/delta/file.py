@@ -25,7 +25,6 @@ from sync.weights.snapshots.checkpoint import TensorAt
 from sync.wire import Version
 
 _MAGIC: Final = b"ODDELTA3"
-_MOST_HEADER: Final = 1 << 20
 _RANGE_BYTES: Final = 96
 """A header's entry for one range, without its name, is no longer."""
 _BLOB_BYTES: Final = 64
@@ -119,7 +118,7 @@ def most_bytes(places: Mapping[str, TensorAt], ranks: int) -> int:
     return model + ranks * (most_header(places) + _BLOB_BYTES * len(places))
 
 
-def parse(data: bytes | memoryview, limit: int = _MOST_HEADER) -> tuple[Header, memoryview]:
+def parse(data: bytes | memoryview, limit: int) -> tuple[Header, memoryview]:
     """(header, blobs) of a file; every range lies within the blobs. Raises SnapshotError on anything else.
     `limit`: bytes that its header may decompress to (`most_header`); no more is taken."""
     view = memoryview(data)

@@ -29,6 +29,7 @@ from sync.weights.snapshots.manifest import version_key
 from sync.wire import RunIdentity, Version
 
 KINDS = {"bf16": "u2", "f2": "u2", "f4": "u4", "f8": "u8", "i8": "u8", "u1": "u1"}
+HEADER_BYTES = 1 << 20
 EFFORTS: tuple[Effort, ...] = ("fast", "small")
 
 
@@ -326,7 +327,7 @@ def test_a_delta_file_parses_only_as_it_was_built() -> None:
     part = delta_file.Slice("w", (500,), "bf16", 0, 500)
     head = delta_file.Header("run", "f" * 64, Version(0, 1), Version(0, 0), 0, 1, [])
     data = delta_file.build(head, [part], old, new, "fast")
-    header, blobs = delta_file.parse(data)
+    header, blobs = delta_file.parse(data, HEADER_BYTES)
     bits = {"w": old["w"].copy()}
     delta_file.apply(header, blobs, bits)
     delta_file.verify(header, bits)
@@ -338,7 +339,7 @@ def test_a_delta_file_parses_only_as_it_was_built() -> None:
         bad[at] ^= 0x10
         bits = {"w": old["w"].copy()}
         try:
-            header, blobs = delta_file.parse(bytes(bad))
+            header, blobs = delta_file.parse(bytes(bad), HEADER_BYTES)
             delta_file.apply(header, blobs, bits)
             delta_file.verify(header, bits)
         except (SnapshotError, KeyError):

@@ -31,6 +31,7 @@ from sync.wire import Version
 
 MODULES = ("kernels", "entropy", "codec", "file")
 NONE = np.empty(0, "u2")
+HEADER_BYTES = 1 << 20
 
 
 def plain(*_: object, **__: object) -> Any:
@@ -487,7 +488,7 @@ def small_file(lib: Any) -> tuple[dict, dict, bytes]:
 
 def test_a_file_holds_these_ranges(lib: Any) -> None:
     old, new, data = small_file(lib)
-    header, blobs = lib.file.parse(data)
+    header, blobs = lib.file.parse(data, HEADER_BYTES)
     assert (header.run, header.version, header.base) == ("run", Version(0, 2), Version(0, 1))
     ranges = [(part.name, part.start, part.count, part.dtype) for part in header.ranges]
     assert ranges == [("a", 0, 40, "bf16"), ("b", 5, 30, "bf16")]
@@ -510,7 +511,7 @@ def test_a_file_holds_these_ranges(lib: Any) -> None:
 
 def test_one_wrong_bit_is_found_by_its_digest(lib: Any) -> None:
     _, new, data = small_file(lib)
-    header, _ = lib.file.parse(data)
+    header, _ = lib.file.parse(data, HEADER_BYTES)
     for name, at in (("a", 0), ("a", 39), ("b", 29)):
         arrays = {"a": new["a"].copy(), "b": np.concatenate([NONE, [0] * 5, new["b"]]).astype("u2")}
         lib.file.verify(header, arrays)
@@ -526,10 +527,13 @@ def test_one_wrong_bit_is_found_by_its_digest(lib: Any) -> None:
 def test_files_that_were_cut_or_altered_do_not_parse(lib: Any) -> None:
     _, _, data = small_file(lib)
     for magic in (b"X" + data[1:8], b"ODDELTA1", b"ODDELTA2"):
-        raises(lambda m=magic: lib.file.parse(m + data[8:]), "another release wrote it; resume the run")
+        raises(
+            lambda m=magic: lib.file.parse(m + data[8:], HEADER_BYTES),
+            "another release wrote it; resume the run",
+        )
     for length in (12, 20, len(data) - 1):
-        raises(lambda n=length: lib.file.parse(data[:n]), "was cut or altered")
-    header, blobs = lib.file.parse(data)
+        raises(lambda n=length: lib.file.parse(data[:n], HEADER_BYTES), "was cut or altered")
+    header, blobs = lib.file.parse(data, HEADER_BYTES)
     good = header.ranges[0]
     for field in ("offset", "length", "start", "count"):
         for value in (-1, len(blobs) + 1 if field in ("offset", "length") else -(2**40)):
@@ -537,10 +541,10 @@ def test_files_that_were_cut_or_altered_do_not_parse(lib: Any) -> None:
             altered = msgspec.msgpack.encode(msgspec.structs.replace(header, ranges=[bad]))
             head = zstandard.ZstdCompressor().compress(altered)
             file = b"ODDELTA3" + len(head).to_bytes(4, "little") + head + bytes(blobs)
-            raises(lambda f=file: lib.file.parse(f), "lies outside of it")
+            raises(lambda f=file: lib.file.parse(f, HEADER_BYTES), "lies outside of it")
     unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100))
     file = b"ODDELTA3" + len(unsized).to_bytes(4, "little") + unsized
-    raises(lambda: lib.file.parse(file), "impossible length")
+    raises(lambda: lib.file.parse(file, HEADER_BYTES), "impossible length")
 
 
 def test_ranges_tile_every_tensor_once(lib: Any) -> None:
@@ -571,7 +575,7 @@ def test_a_chain_is_covered_and_verified(lib: Any, tmp_path: Path) -> None:
     def link(old: np.ndarray, new: np.ndarray, count: int = 40) -> list:
         head = lib.file.Header("run", "f", Version(0, 2), Version(0, 1), 0, 1, [])
         part = lib.file.Slice("w", (40,), "f2", 0, count)
-        return [lib.file.parse(lib.file.build(head, [part], {"w": old}, {"w": new}, "small"))]
+        return [lib.file.parse(lib.file.build(head, [part], {"w": old}, {"w": new}, "small"), HEADER_BYTES)]
 
     def after(*links: list) -> list:
         save_file({"w": versions[0].view("f2")}, tmp_path / "model.safetensors")
