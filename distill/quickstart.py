@@ -29,8 +29,7 @@ class Source(NamedTuple):
     """Where the quickstart of a task comes from."""
 
     config: Path
-    name: str
-    """Of the run, before the seed."""
+    """Its name is the run's, before the seed."""
     teacher: str
     """Name of its section."""
     verifiers: str | None = None
@@ -38,11 +37,9 @@ class Source(NamedTuple):
 
 
 SOURCES: Final[dict[Task, Source]] = {
-    "sort_letters": Source(Path("configs/quickstart.toml"), "quickstart", "sorter"),
-    "guess": Source(Path("configs/quickstart_guess.toml"), "quickstart-guess", "player"),
-    "calculate": Source(
-        Path("configs/quickstart_calculate.toml"), "quickstart-calculate", "caller", "calculator"
-    ),
+    "sort_letters": Source(Path("configs/quickstart.toml"), "sorter"),
+    "guess": Source(Path("configs/quickstart_guess.toml"), "player"),
+    "calculate": Source(Path("configs/quickstart_calculate.toml"), "caller", "calculator"),
 }
 
 
@@ -60,12 +57,12 @@ def prepare(
 
 def source(seed: int, task: Task = "sort_letters") -> tuple[Path, list[str]]:
     """The quickstart's file and its overrides: the models of `seed`, which are made first if necessary."""
-    config, name, teacher, verifiers = SOURCES[task]
+    config, teacher, verifiers = SOURCES[task]
     path = _file(config)
     models = make_models(CACHE, seed, task)
     overrides = [
         f"run.seed={seed}",
-        f"run.name={name}-{seed}",
+        f"run.name={config.stem.replace('_', '-')}-{seed}",
         f"student.path={models.student}",
         f"teachers.{teacher}.path={models.teacher}",
         f"trainer.deepspeed={path.parent / 'deepspeed' / 'zero3_cpu.json'}",

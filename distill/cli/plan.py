@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -79,35 +78,23 @@ def init(
         gpus = len(sizes) if gpus is None else gpus
         known = [size for size in sizes.values() if size is not None]
         gpu_gib = gpu_gib or (min(known) / GIB if known else None)
-    models: dict[str, str | None] = {"--teacher": teacher, "--student": student, "--prompts": prompts}
-    answers = _asked({**models, "--gpus": gpus, "--gpu-gib": 0 if gpus == 0 else gpu_gib})
-    request = starter.Wanted(
-        str(answers["--teacher"]),
-        str(answers["--student"]),
-        str(answers["--prompts"]),
-        int(answers["--gpus"]),
-        float(answers["--gpu-gib"]),
-    )
-    for line in starter.write(file, request):
-        typer.echo(line)
-    typer.echo(f"{file}: written; next: distill preflight {file}, distill plan {file}")
-
-
-def _asked(arguments: Mapping[str, str | float | None]) -> dict[str, str | float]:
-    """The options with what is missing asked for on a terminal; without one, raises ConfigError."""
-    if (missing := [name for name, value in arguments.items() if value is None]) and not sys.stdin.isatty():
+    answers: dict[str, Any] = {"--teacher": teacher, "--student": student, "--prompts": prompts}
+    answers |= {"--gpus": gpus, "--gpu-gib": 0 if gpus == 0 else gpu_gib}
+    missing = [name for name, value in answers.items() if value is None]
+    if missing and not sys.stdin.isatty():
         raise ConfigError(
             f"distill init needs {', '.join(missing)}: give them, or run it on a terminal, where it asks"
         )
-    kinds: dict[str, type] = {"--gpus": int, "--gpu-gib": float}
-    least = {"--gpus": 0, "--gpu-gib": 1}
-    answers: dict[str, str | float] = {}
-    for name, value in arguments.items():
+    numbers: dict[str, Any] = {"--gpus": (int, 0), "--gpu-gib": (float, 1)}
+    for name in missing:
         if name == "--gpu-gib" and answers["--gpus"] == 0:
             answers[name] = 0
             continue
-        asked = typer.prompt(name.removeprefix("--"), type=kinds.get(name, str)) if value is None else value
-        if name in least and float(asked) < least[name]:
-            raise ConfigError(f"{name} {asked} is too little: give {least[name]} or more")
-        answers[name] = asked
-    return answers
+        kind, least = numbers.get(name, (str, ""))
+        answers[name] = typer.prompt(name.removeprefix("--"), type=kind)
+        if answers[name] < least:
+            raise ConfigError(f"{name} {answers[name]} is too little: give {least} or more")
+    request = starter.Wanted(*answers.values())
+    for line in starter.write(file, request):
+        typer.echo(line)
+    typer.echo(f"{file}: written; next: distill preflight {file}, distill plan {file}")

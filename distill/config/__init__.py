@@ -15,7 +15,6 @@ from pydantic import Field
 
 from distill.config.cluster import ClusterConfig, LocalCluster
 from distill.config.evaluation import EvaluationConfig, Metric
-from distill.config.laws import check_laws
 from distill.config.prompts import PromptsConfig
 from distill.environments.config import EnvironmentConfig
 from student_trainer.config import TrainerSettings
@@ -426,6 +425,3 @@ class RunConfig(Settings):
             timeout_seconds=self.weights.timeout_seconds,
             known_ids=self.student.known_ids,
         )
-
-
-check_laws(RunConfig)

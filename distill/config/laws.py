@@ -28,20 +28,9 @@ def within(annotation: Any, key: str) -> tuple[FieldInfo | None, Any]:
     return field, field.annotation if field else None
 
 
-def _law(field: FieldInfo) -> Law | None:
+def law_of(field: FieldInfo) -> Law | None:
+    """The law in a field's annotation."""
     return next((item for item in field.metadata if isinstance(item, Law)), None)
-
-
-def check_laws(kind: type[Settings], place: str = "") -> None:
-    """Raise TypeError for a key below `kind` for which neither it nor a section around it has a law."""
-    for name, field in kind.model_fields.items():
-        if _law(field) in (LIVE, FIXED):
-            continue
-        inner = sections(field.annotation)
-        if not inner and _law(field) is None:
-            raise TypeError(f"{place}{name} has no law: write Live[…], Content[…] or Fixed[…] round its type")
-        for section in inner:
-            check_laws(section, f"{place}{name}.")
 
 
 def decide(kind: type[Settings], path: Sequence[str]) -> str:
@@ -54,7 +43,7 @@ def decide(kind: type[Settings], path: Sequence[str]) -> str:
     for part in path:
         field, here = within(here, part)
         if field is not None:
-            law = _law(field) or law
+            law = law_of(field) or law
             reason = next((str(item) for item in field.metadata if isinstance(item, Reason)), reason)
             if law == LIVE:
                 break

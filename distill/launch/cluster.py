@@ -33,10 +33,8 @@ class Cluster(Protocol):
 
     host: str
     """Address of this machine that the others reach."""
-
-    def nodes(self) -> list[Node]:
-        """The machines that a run may use, the controller's first. Raises ConfigError."""
-        ...
+    nodes: list[Node]
+    """The machines that a run may use, the controller's first."""
 
     def client(
         self, need: Process, nodes: Sequence[Node], argv: Sequence[str], env: Mapping[str, str]
@@ -99,9 +97,8 @@ def plan(config: RunConfig, engine: Cluster, env: Mapping[str, str], say: Callab
 
     `env`: of every role, over what its machine has. Raises ConfigError for what does not fit.
     """
-    nodes = engine.nodes()
-    role_needs = needs(config, any(node.gpus for node in nodes))
-    where = place(role_needs, nodes)
+    role_needs = needs(config, any(node.gpus for node in engine.nodes))
+    where = place(role_needs, engine.nodes)
     for line in lines(where, role_needs):
         say(line)
     env = {**env, **secrets.environment(config.model_dump(mode="json"))}

@@ -88,7 +88,7 @@ def _masked(name: str, value: str) -> str:
     if value.startswith("{"):  # settings as JSON, or the user's own
         with suppress(ValueError):
             value = json.dumps(secrets.hide(json.loads(value)))
-    return secrets.redact(str(secrets.hide({"env": {name: value}})["env"][name]))
+    return secrets.redact(str(secrets.hide(value, name)))
 
 
 def lines(figures: Mapping[str, Any]) -> Iterator[str]:

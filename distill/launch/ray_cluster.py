@@ -69,7 +69,7 @@ class Ray:
             )
         self._config, self._leaving = config, ExitStack()
         self._address, self.host = config.address or "", ""
-        self._nodes: list[Node] = []
+        self.nodes: list[Node] = []
 
     def __enter__(self) -> Ray:
         """Ray takes this project's token file, unless RAY_AUTH_MODE is set.
@@ -83,16 +83,12 @@ class Ray:
                 self._set({AUTH_MODE: "token", AUTH_TOKEN_PATH: path})
             machines = self._machines()
             self.host = str(machines[0]["address"])
-            self._nodes = [Node(machine["name"], machine["gpus"], machine["cpus"]) for machine in machines]
+            self.nodes = [Node(machine["name"], machine["gpus"], machine["cpus"]) for machine in machines]
             self._leaving = self._leaving.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._leaving.close()
-
-    def nodes(self) -> list[Node]:
-        """Those that were alive when the run began, this one first."""
-        return self._nodes
 
     def _machines(self) -> list[dict[str, Any]]:
         """What `ray_nodes` prints."""

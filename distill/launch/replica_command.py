@@ -91,7 +91,10 @@ def command(
     check_bind(host, token_from_environment())
     cpu, user = runs_on_cpu(), config.flags()
     second = config.env.get(_RUNNER, "0" if cpu else "1") != "0"
-    routes, runner = _routes(second and not replica.keeps_cache) if replica.routes else ({}, {})
+    routes, runner = dict[str, Any](), dict[str, str]()
+    if replica.routes:
+        native = second and not replica.keeps_cache
+        routes, runner = (_NATIVE_ROUTES, {}) if native else (_OWN_ROUTES, {_RUNNER: "0"})
     ours = _OURS | _adapters(replica.lora_rank) | routes
     _refuse_reserved(user, ours, {} if second else _SECOND_RUNNER_ALONE)
     arguments: dict[str, Any] = {
@@ -137,11 +140,6 @@ def flags(name: str, value: Any) -> list[str]:
         case dict():
             return [f"--{name}", json.dumps(value)]
     return [f"--{name}={value}"]
-
-
-def _routes(native: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """Flags and variables of a replica that is to record routes; `native`: its engine does."""
-    return (_NATIVE_ROUTES, {}) if native else (_OWN_ROUTES, {_RUNNER: "0"})
 
 
 def _adapters(rank: int | None) -> dict[str, Any]:

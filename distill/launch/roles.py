@@ -78,8 +78,8 @@ class Ports:
             listener.close()
 
 
-DISTILL: Final = (sys.executable, "-m", "distill.cli.main")
-"""What the words of a command follow."""
+DISTILL: Final = (sys.executable, "-P", "-m", "distill.cli.main")
+"""What the words of a command follow; without the working folder, whose files may be called as modules are."""
 
 
 @dataclass

@@ -57,10 +57,6 @@ _FIRST_ERROR = (
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 
 
-def _nothing() -> None:
-    """The default of every callback."""
-
-
 @dataclass(frozen=True)
 class ChildSpec:
     """One process to keep alive."""
@@ -74,11 +70,11 @@ class ChildSpec:
     """Healthy when GET /health answers 200 there; None: see `joined`."""
     joined: Callable[[], bool] = lambda: True
     """Whether a child without a server has reported for work."""
-    prepare: Callable[[], None] = _nothing
+    prepare: Callable[[], None] = lambda: None
     """Called before every start."""
-    died: Callable[[], None] = _nothing
+    died: Callable[[], None] = lambda: None
     """Called after every death, before the pause."""
-    left: Callable[[], None] = _nothing
+    left: Callable[[], None] = lambda: None
     """Called after its orderly end."""
     ends: bool = False
     """Exit status 0 is its orderly end; else any exit is a death."""

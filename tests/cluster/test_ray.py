@@ -269,7 +269,7 @@ def listening(others: list[psutil.Process]) -> set[str]:
 def test_a_head_of_its_own_is_on_loopback_and_leaves_nothing(tmp_path: Path) -> None:
     before, others = dict(os.environ), psutil.Process().children(recursive=True)
     with Ray(RayCluster(type="ray")) as own:
-        (node,) = own.nodes()
+        (node,) = own.nodes
         assert (own.host, node.name) == ("127.0.0.1", "127.0.0.1")
         words = own.client(Process("role-0"), [node], [sys.executable, "-c", "raise SystemExit(5)"], {})
         assert subprocess.run(words, check=False, timeout=120).returncode == 5

@@ -101,7 +101,7 @@ def test_processes_are_where_they_were_placed_and_share_no_gpu(in_a_job) -> None
     told = in_a_job(
         """
 wanted = [Process("trainer", 2, 2), *(Process(f"student-{i}", 1) for i in range(3)), Process("evaluator")]
-placed = place(wanted, engine.nodes())
+placed = place(wanted, engine.nodes)
 role = '''
 import json, os, sys, time
 place = os.environ["SLURMD_NODENAME"], os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["SLURM_PROCID"]
@@ -145,7 +145,7 @@ def test_a_step_ends_with_its_client_however_that_ends(in_a_job, tmp_path: Path)
     told = in_a_job(
         f"""
 import psutil
-pids, node, endless = str(told) + ".pids", engine.nodes()[1], {ENDLESS}
+pids, node, endless = str(told) + ".pids", engine.nodes[1], {ENDLESS}
 def started(need=Process("student-0", 2), nodes=(node,)):
     Path(pids).unlink(missing_ok=True)
     began, running = time.monotonic(), client(need, nodes, endless, pids)
@@ -191,7 +191,7 @@ sys.exit(int(sys.argv[2]))
 statuses, seconds = [], []
 for status in (3, 0):
     began = time.monotonic()
-    statuses.append(client(Process("trainer", 1, 2), engine.nodes()[1:3], role, "1", str(status)).wait())
+    statuses.append(client(Process("trainer", 1, 2), engine.nodes[1:3], role, "1", str(status)).wait())
     seconds.append(time.monotonic() - began)
 told.write_text(json.dumps({"statuses": statuses, "seconds": seconds}))
 """
@@ -205,7 +205,7 @@ told.write_text(json.dumps({"statuses": statuses, "seconds": seconds}))
 STAND_IN = """
 import signal, sys, time
 from distill.launch.slurm import job
-job._DISTILL[:] = [sys.executable, {role!r}]
+job.DISTILL = (sys.executable, {role!r})
 sys.exit(job.main(sys.argv[1:]))
 """
 ROLE = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,11 @@ from distill.launch.slurm import step
 from distill.preflight_checks.placement import Node
 from distill.topology import Process
 from sync.base.address import own_address
-from sync.base.errors import ConfigError
+from sync.base.errors import ConfigError, RemoteError
 
 GANG_WAIT_SECONDS: Final = 10
 """From the first orderly end among the machines of one process to the end of the others."""
-_COMMAND_SECONDS: Final = 60.0
+_COMMAND_SECONDS: Final = 120.0
 
 
 class Slurm:
@@ -32,7 +33,7 @@ class Slurm:
                 'cluster.type is "slurm", and this process is in no Slurm job: submit one with '
                 "`distill slurm CONFIG --submit`, or start `distill run` inside salloc"
             )
-        names = scontrol("show", "hostnames", listed).split()
+        names = said("scontrol", "show", "hostnames", listed).split()
         if len(names) < settings.nodes:
             raise ConfigError(
                 f"cluster.nodes = {settings.nodes}, and the job has {len(names)} ({listed}): ask for as many "
@@ -47,13 +48,9 @@ class Slurm:
         cpus = dict(zip(names, cpus_of(environment["SLURM_JOB_CPUS_PER_NODE"]), strict=True))
         here = environment.get("SLURMD_NODENAME")
         names.sort(key=lambda name: name != here)
-        self._nodes = [Node(name, settings.gpus_per_node, cpus[name]) for name in names]
-        there = re.search(r"NodeAddr=(\S+)", scontrol("--oneliner", "show", "node", names[-1]))
+        self.nodes = [Node(name, settings.gpus_per_node, cpus[name]) for name in names]
+        there = re.search(r"NodeAddr=(\S+)", said("scontrol", "--oneliner", "show", "node", names[-1]))
         self.host = own_address(f"http://{there[1] if there else names[-1]}")
-
-    def nodes(self) -> list[Node]:
-        """The machines of the job, this one first."""
-        return self._nodes
 
     def client(
         self, need: Process, nodes: Sequence[Node], argv: Sequence[str], env: Mapping[str, str]
@@ -95,14 +92,15 @@ def cpus_of(text: str) -> list[int]:
     return [int(cpus) for cpus, times in groups for _ in range(int(times or 1))]
 
 
-def scontrol(*words: str) -> str:
-    """What `scontrol` says. Raises ConfigError with its complaint."""
-    command = ["scontrol", *words]
+def said(*command: str) -> str:
+    """What a command of Slurm's says. Raises ConfigError where there is none, RemoteError when it fails."""
+    line = shlex.join(command)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=True)
     except FileNotFoundError:
-        raise ConfigError("scontrol is not on this machine: Slurm's commands must be in PATH") from None
+        raise ConfigError(
+            f"{command[0]} is not on this machine, for `{line}`: Slurm's commands must be in PATH"
+        ) from None
     except subprocess.SubprocessError as error:
-        said = getattr(error, "stderr", None) or error
-        raise ConfigError(f"{' '.join(command)} failed: {str(said).strip()}") from None
+        raise RemoteError(f"{line} failed: {str(getattr(error, 'stderr', None) or error).strip()}") from None
     return done.stdout

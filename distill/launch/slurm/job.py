@@ -29,11 +29,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from distill.config import RunConfig
 from distill.config.cluster import SlurmCluster
+from distill.launch.roles import DISTILL
 from distill.launch.run_folder import holds_run
+from distill.launch.slurm.allocation import said
 from distill.launch.templates import filled
 from distill.metrics.trackers import FINISH_SECONDS
 from distill.preflight_checks.checks import check_keys
@@ -41,7 +43,7 @@ from distill.preflight_checks.placement import Node, needs, place, placed
 from distill.registry import EXIT_REFUSED
 from sync.base import durable
 from sync.base.address import CONTROLLER_FILE, TOKEN_FILE, TOKEN_FILE_VARIABLE, token_from_environment
-from sync.base.errors import ConfigError, RemoteError
+from sync.base.errors import ConfigError
 from sync.base.secrets import redact
 
 MODULE: Final = "distill.launch.slurm.job"
@@ -49,9 +51,6 @@ RUN, REPLICA = "run", "replica"
 MOST_RESTARTS: Final = 10
 """Starts of a replica's job after which one that dies stays dead."""
 _POLL_SECONDS: Final = 1.0
-_DISTILL: Final = [sys.executable, "-P", "-m", "distill.cli.main"]
-
-
 FOLDER: Final = "slurm"
 """The scripts' folder in the run's."""
 SPARE_SECONDS: Final = 30
@@ -61,14 +60,6 @@ _LONGEST_WARNING: Final = 65535
 _TIME: Final = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _OURS: Final = ("--nodes", "-N", "--ntasks", "-n", "--gpus", "-G", "--gres", "--cpus-per", "-c")
 """Options of sbatch that other keys say. --gpus-per-node, moreover, gives every step all GPUs."""
-
-
-class _Array(NamedTuple):
-    """The jobs of an array of replicas, and what each of them takes."""
-
-    replicas: int
-    cpus: int
-    gpus: int
 
 
 def write(
@@ -89,7 +80,7 @@ def write(
     sets = [word for override in overrides for word in ("--set", override)]
     run = [RUN, str(config.run_dir)]
 
-    def script(path: Path, name: str, words: Sequence[str], array: _Array | None = None) -> Path:
+    def script(path: Path, name: str, words: Sequence[str], array: Mapping[str, int] | None = None) -> Path:
         text = filled(
             "job.sh.jinja",
             path=str(path),
@@ -119,18 +110,8 @@ def write(
 
 
 def submit(script: Path) -> str:
-    """Have Slurm queue a job; its id. Raises ConfigError without sbatch, RemoteError when it is refused."""
-    try:
-        done = subprocess.run(
-            ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
-        raise ConfigError(
-            f"sbatch is not on this machine: type `sbatch {script}` where Slurm's commands are"
-        ) from None
-    if done.returncode != 0:
-        raise RemoteError(f"sbatch {script}: {done.stderr.strip()}")
-    return done.stdout.strip().partition(";")[0]
+    """Have Slurm queue a job; its id. Raises ConfigError or RemoteError."""
+    return said("sbatch", "--parsable", str(script)).strip().partition(";")[0]
 
 
 def seconds_of(text: str) -> float:
@@ -186,8 +167,9 @@ def _checked(config: RunConfig, overrides: Sequence[str], resume: bool) -> Slurm
     return cluster
 
 
-def _array(config: RunConfig, cluster: SlurmCluster) -> _Array:
-    """Raises ConfigError when a machine of the partition does not hold a replica."""
+def _array(config: RunConfig, cluster: SlurmCluster) -> dict[str, int]:
+    """The jobs of an array of replicas, and what each takes. Raises ConfigError when a machine of the
+    partition does not hold one."""
     if config.student.urls:
         raise ConfigError(
             f"cluster.replica_partition = {cluster.replica_partition!r}, and student.urls names replicas "
@@ -199,7 +181,7 @@ def _array(config: RunConfig, cluster: SlurmCluster) -> _Array:
     )
     place([need], [Node(f"a machine of {cluster.replica_partition}", cluster.gpus_per_node, 0)])
     share = cluster.cpus_per_node * need.gpus // cluster.gpus_per_node if need.gpus else cluster.cpus_per_node
-    return _Array(config.student.replicas, max(share, 1), need.gpus)
+    return {"replicas": config.student.replicas, "cpus": max(share, 1), "gpus": need.gpus}
 
 
 def _token_file(folder: Path) -> Path | None:
@@ -248,7 +230,7 @@ def _run(run_dir: Path, words: Sequence[str], array: Sequence[str] | None) -> in
             return _said(f"the array of replicas cannot be submitted: see above, and {array[1]}", 1)
     resume = ["--resume"] if holds_run(run_dir) else []
     try:
-        status, signals = follow([*_DISTILL, "run", *words, *resume], cancel)
+        status, signals = follow([*DISTILL, "run", *words, *resume], cancel)
     finally:
         cancel()
     unfinished = status != 0 and signal.SIGUSR1 in signals
@@ -258,7 +240,7 @@ def _run(run_dir: Path, words: Sequence[str], array: Sequence[str] | None) -> in
 def _replica(run_dir: Path, words: Sequence[str]) -> int:
     while not (run_dir / CONTROLLER_FILE).is_file():  # the run is starting
         time.sleep(_POLL_SECONDS)
-    status, signals = follow([*_DISTILL, "student", str(run_dir), *words])
+    status, signals = follow([*DISTILL, "student", str(run_dir), *words])
     died = not signals and status != EXIT_REFUSED
     again = died and int(os.environ.get("SLURM_RESTART_COUNT", "0")) < MOST_RESTARTS
     return _requeue(status) if again or signal.SIGUSR1 in signals else status

@@ -95,7 +95,7 @@ def srun_of(line: list[str]) -> list[str]:
 
 def test_a_role_with_gpus_has_them_and_its_share_of_the_cpus_alone(slurm) -> None:
     engine = Slurm(FOUR, JOB)
-    node = engine.nodes()[2]
+    node = engine.nodes[2]
     hidden = {"DISTILL_HIDDEN": "s3cret"}
     line = engine.client(Process("student-0", 2), [node], ["distill", "student"], hidden)
     assert line[-2:] == ["distill", "student"]
@@ -109,26 +109,26 @@ def test_a_role_with_gpus_has_them_and_its_share_of_the_cpus_alone(slurm) -> Non
 
 def test_a_role_without_gpus_shares_the_cpus_and_sees_no_gpu(slurm) -> None:
     engine = Slurm(FOUR, JOB)
-    words = srun_of(engine.client(Process("evaluator"), [engine.nodes()[0]], ["x"], {}))
+    words = srun_of(engine.client(Process("evaluator"), [engine.nodes[0]], ["x"], {}))
     assert [word for word in words if word.startswith(("--exact", "--overlap", "--gres", "--cpus"))] == [
         *("--overlap", "--cpus-per-task=64", "--gres=none"),
     ]
     without = Slurm(FOUR.model_copy(update={"gpus_per_node": 0}), JOB)
-    words = srun_of(without.client(Process("evaluator"), [engine.nodes()[0]], ["x"], {}))
+    words = srun_of(without.client(Process("evaluator"), [engine.nodes[0]], ["x"], {}))
     assert not [word for word in words if word.startswith("--gres")]  # a cluster may know no gres at all
 
 
 def test_a_trainer_on_several_machines_is_one_step(slurm) -> None:
     engine = Slurm(FOUR, JOB)
-    words = srun_of(engine.client(Process("trainer", 8, 2), engine.nodes()[1:3], ["x"], {}))
+    words = srun_of(engine.client(Process("trainer", 8, 2), engine.nodes[1:3], ["x"], {}))
     of_both = {"--nodelist=gpu2,gpu3", "--nodes=2", "--ntasks=2", "--gres=gpu:8", "--cpus-per-task=64"}
     assert of_both <= {*words}
 
 
 def test_the_machine_of_the_controller_comes_first(slurm) -> None:
-    names = [node.name for node in Slurm(FOUR, {**JOB, "SLURMD_NODENAME": "gpu3"}).nodes()]
+    names = [node.name for node in Slurm(FOUR, {**JOB, "SLURMD_NODENAME": "gpu3"}).nodes]
     assert names == ["gpu3", "gpu1", "gpu2", "gpu4"]
-    assert Slurm(FOUR, JOB).nodes()[0] == Node("gpu1", 8, 64)
+    assert Slurm(FOUR, JOB).nodes[0] == Node("gpu1", 8, 64)
 
 
 def test_cpus_are_read_as_slurm_writes_them() -> None:
@@ -166,7 +166,7 @@ time.sleep(600)
 
 def launched(engine: Slurm, role: list[str]) -> tuple[subprocess.Popen[str], list[int]]:
     """A step that runs `role`, and the processes below it, as its first line says."""
-    line = engine.client(Process("student-0", 1), [engine.nodes()[0]], role, {})
+    line = engine.client(Process("student-0", 1), [engine.nodes[0]], role, {})
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     running = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment)
     assert running.stdout is not None
@@ -253,7 +253,7 @@ def started(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
         role.write_text(ROLE.format(folder=tmp_path, seconds=seconds, status=status, held=held))
         program = (
             "import sys; from distill.launch.slurm import job\n"
-            f"job._DISTILL[:] = [sys.executable, {str(role)!r}]\n"
+            f"job.DISTILL = (sys.executable, {str(role)!r})\n"
             "sys.exit(job.main(sys.argv[1:]))"
         )
         environment = {**os.environ, **JOB, "PYTHONPATH": str(ROOT), "SLURM_MEM_PER_NODE": "9"}
@@ -471,7 +471,7 @@ def test_submitting_says_which_job_it_is(slurm, tmp_path: Path, monkeypatch) -> 
     with pytest.raises(RemoteError, match="Invalid account"):
         job.submit(tmp_path / "job.sh")
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with pytest.raises(ConfigError, match="sbatch is not on this machine: type `sbatch"):
+    with pytest.raises(ConfigError, match=r"sbatch is not on this machine, for `sbatch --parsable \S+/job\.sh`: "):
         job.submit(tmp_path / "job.sh")
 
 

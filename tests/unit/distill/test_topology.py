@@ -112,7 +112,7 @@ def test_of_several_machines_of_a_trainer_a_run_starts_the_first_as_a_person_sta
     config = make_config(run={"folder": tmp_path}, trainer={"nodes": 2})
     child = trainer_child(config, "http://10.0.0.1:1", "secret")
     words = ["train", str(tmp_path / "test"), "--controller", "http://10.0.0.1:1", "--node", "0"]
-    assert child.argv == [sys.executable, "-m", "distill.cli.main", *words]
+    assert child.argv == [sys.executable, "-P", "-m", "distill.cli.main", *words]
     assert (child.env[TOKEN_VARIABLE], child.ends) == ("secret", True)
 
 
