@@ -364,8 +364,7 @@ def slurm(
     from distill.launch.slurm import job as jobs
 
     script, lines = jobs.write(api.load_config(config, overrides), config, overrides, out, resume)
-    for line in lines:
-        typer.echo(line)
+    typer.echo("\n".join(lines))
     if not submit:
         typer.echo(f"\nsubmit it:      sbatch {script}")
         return
@@ -397,8 +396,7 @@ def evaluate(
     settings = api.load_config(config, overrides)
     with working("distill evaluate") as say:
         figures = api.evaluate(settings, model, completions=completions, say=say)
-    for line in lines(figures):
-        typer.echo(line)
+    typer.echo("\n".join(lines(figures)))
     write_figures(json_file, figures)
 
 
@@ -575,8 +573,7 @@ def sql(
     from distill.record.reader import ask, lines
 
     columns, rows = ask(run_dir, question)
-    for line in lines(columns, rows):
-        typer.echo(line)
+    typer.echo("\n".join(lines(columns, rows)))
     write_figures(json_file, [dict(zip(columns, row, strict=True)) for row in rows])
 
 
@@ -588,8 +585,7 @@ def why(run_dir: RunDir) -> None:
     """
     from distill.cli.why import lines
 
-    for line in lines(run_dir):
-        typer.echo(line)
+    typer.echo("\n".join(lines(run_dir)))
 
 
 @app.command(rich_help_panel=RESULTS)

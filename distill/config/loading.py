@@ -8,10 +8,10 @@ import logging
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TypeVar, get_args, get_origin
+from typing import Any, Final, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -24,7 +24,6 @@ from sync.base.formats import check_format
 from sync.base.own_code import OWN, typed
 from sync.base.settings import Holds, Settings
 
-S = TypeVar("S", bound=Settings)
 log = logging.getLogger(__name__)
 PUT_BACK: Final = "the file was altered: put it back, or start a new run under another run.name"
 
@@ -249,22 +248,35 @@ def _walk(place: Sequence[str]) -> tuple[list[str], list[type[Settings]]]:
     return keys, kinds
 
 
-def _absolute(settings: S) -> S:
-    """The same settings with every path written out and absolute, those too that may be an id of the Hub and
-    are here."""
-    changed: dict[str, Any] = {}
-    for name, field in type(settings).model_fields.items():
-        value = getattr(settings, name)
-        if isinstance(value, Path):
-            changed[name] = Path(_written_out(name, str(value))).absolute()
-        elif isinstance(value, str) and any(isinstance(item, Holds) for item in field.metadata):
-            path = _written_out(name, value)
-            changed[name] = os.path.abspath(path) if os.path.exists(path) else path
-        elif isinstance(value, Settings):
-            changed[name] = _absolute(value)
-        elif isinstance(value, dict) and value and all(isinstance(v, Settings) for v in value.values()):
-            changed[name] = {key: _absolute(item) for key, item in value.items()}
-    return settings.model_copy(update=changed)
+def paths(
+    section: Settings, place: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Holds | None, Path | str]]:
+    """Every path below a section: the keys that lead there, what it holds (None: a folder), and itself."""
+    for name, field in type(section).model_fields.items():
+        here, value = (*place, name), getattr(section, name)
+        holds = next((item for item in field.metadata if isinstance(item, Holds)), None)
+        if isinstance(value, Settings):
+            yield from paths(value, here)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                if isinstance(item, Settings):
+                    yield from paths(item, (*here, key))
+        elif isinstance(value, Path) or (holds and value is not None):
+            yield here, holds, value
+
+
+def _absolute(config: RunConfig) -> RunConfig:
+    """With every path written out and absolute, those too that may be an id of the Hub and are here."""
+    changes: dict[str, Any] = {}
+    for (*keys, name), _, path in paths(config):
+        table, text = changes, _written_out(name, str(path))
+        for key in keys:
+            table = table.setdefault(key, {})
+        if isinstance(path, Path):
+            table[name] = Path(text).absolute()
+        else:
+            table[name] = os.path.abspath(text) if os.path.exists(text) else text
+    return config.with_(**changes)
 
 
 def _written_out(key: str, path: str) -> str:

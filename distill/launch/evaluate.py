@@ -30,12 +30,7 @@ from sync.wire import EvalReport, Version
 def evaluate_folder(
     config: RunConfig, model: Path | None, completions: Path | None, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Evaluate `model` (None: the configuration's student): what `distill evaluate` prints.
-
-    Starts one replica, the evaluator and every teacher without `urls`, and stops them. `completions`: a new
-    folder for what was generated. `say` gets a line when each stage begins. Raises ConfigError when `model`
-    is no model folder, and for servers of a cluster.
-    """
+    """See `distill.api.evaluate`. One replica, the evaluator and teachers without `urls` are started here."""
     if model is not None and (model / "adapter_config.json").is_file():
         raise ConfigError(
             f"--model {model} holds an adapter: distill export {model.parent} FOLDER merges it into its "

@@ -29,7 +29,7 @@ import tomli_w
 import yaml
 
 from distill.config import RunConfig
-from distill.config.loading import located, merge, read, validate
+from distill.config.loading import located, merge, paths, read, validate
 from distill.launch.templates import filled
 from distill.preflight_checks.checks import check_keys
 from distill.preflight_checks.placement import needs
@@ -37,7 +37,7 @@ from distill.topology import CONTROLLER, TRAINER, Process, command
 from sync.base import secrets
 from sync.base.address import TOKEN_FILE_VARIABLE, token_from_environment
 from sync.base.errors import ConfigError
-from sync.base.settings import Holds, ModelSource, Settings
+from sync.base.settings import ModelSource
 from sync.wire.peers import Role as PeerRole
 
 CONFIG_FOLDER: Final = "/config"
@@ -269,7 +269,10 @@ def carried(
         "give its client's variable (AWS_SECRET_ACCESS_KEY, HF_TOKEN, …) by --secret"
         for place in secrets.found(raw)
     ]
-    for place, kind in _named(config):
+    for place, holds, _ in paths(config):
+        if place[0] == "run" or place == ("trainer", "hostfile"):
+            continue
+        kind = holds or ("store" if place == ("weights", "store", "path") else "folder")
         table: Any = within
         for key in place[:-1]:
             table = table.get(key, {})
@@ -292,24 +295,6 @@ def carried(
             f"largest on the run's volume, such as {folder}/data, and give its path there"
         )
     return within, files, problems
-
-
-def _named(settings: Settings, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Place of every path in a configuration, and what is there: file, model, store or folder."""
-    for name, field in type(settings).model_fields.items():
-        here, value = (*place, name), getattr(settings, name)
-        if here in (("run",), ("cluster",), ("trainer", "hostfile")):
-            continue
-        if isinstance(value, Settings):
-            yield from _named(value, here)
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                if isinstance(item, Settings):
-                    yield from _named(item, (*here, key))
-        elif kind := next((item for item in field.metadata if isinstance(item, Holds)), None):
-            yield here, kind
-        elif isinstance(value, Path):
-            yield here, "store" if here == ("weights", "store", "path") else "folder"
 
 
 def _problem(text: str, path: Path, kind: str, folder: PurePosixPath) -> str | None:

@@ -49,8 +49,6 @@ _HEAD: Final = (
     "start --head --block --port=0 --include-dashboard=false --disable-usage-stats "
     f"--min-worker-port=0 --max-worker-port=0 --object-store-memory=80000000 --node-ip-address={LOOPBACK}"
 ).split()
-_HUGGING_FACE: Final = "HF_"
-"""Prefix of the variables that every role is given."""
 
 
 class Ray:
@@ -109,9 +107,7 @@ class Ray:
         self, need: Process, nodes: Sequence[Node], argv: Sequence[str], env: Mapping[str, str]
     ) -> list[str]:
         """See `Cluster`. Values of variables stay in the environment that the client is started with."""
-        inherited = {
-            name for name in os.environ if name.startswith(_HUGGING_FACE) or name == TOKEN_FILE_VARIABLE
-        }
+        inherited = {name for name in os.environ if name.startswith("HF_") or name == TOKEN_FILE_VARIABLE}
         line = [sys.executable, "-P", "-m", "distill.launch.ray_role", "--address", self._address]
         line += ["--name", need.name, "--nodes", ",".join(node.name for node in nodes)]
         line += ["--gpus", str(need.gpus), "--env", ",".join(sorted({*env, *self._config.env, *inherited}))]

@@ -79,7 +79,7 @@ class Ports:
 
 
 DISTILL: Final = (sys.executable, "-P", "-m", "distill.cli.main")
-"""What the words of a command follow; without the working folder, whose files may be called as modules are."""
+"""What the words of a command follow; no file of the working folder stands in for a module."""
 
 
 @dataclass

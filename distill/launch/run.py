@@ -79,10 +79,7 @@ async def run(
     console: Console | None = None,
     seconds: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Run to the end; returns what is written to summary.json. Raises DistillError; nothing is left running.
-
-    `seconds`: duration of each step before this one; added to the total.
-    """
+    """See `distill.api.run`."""
     began, console = time.monotonic(), console or Console(stderr=True)
 
     def say(line: str) -> None:

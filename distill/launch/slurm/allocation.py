@@ -55,12 +55,10 @@ class Slurm:
     def client(
         self, need: Process, nodes: Sequence[Node], argv: Sequence[str], env: Mapping[str, str]
     ) -> list[str]:
-        """A step of the job. Its environment is this command's, by srun: `env` is there already."""
-        ours = [sys.executable, "-P", "-m", step.MODULE]
-        return [*ours, step.LAUNCH, *self._srun(need, nodes), *ours, step.GUARD, *argv]
+        """A step of the job. Its environment is this command's, by srun: `env` is there already.
 
-    def _srun(self, need: Process, nodes: Sequence[Node]) -> list[str]:
-        """A step with GPUs has them, and its share of the CPUs, alone; one without shares all CPUs."""
+        A step with GPUs has them, and its share of the CPUs, alone; one without shares all CPUs.
+        """
         of_each = self._settings.gpus_per_node
         cpus = min(node.cpus for node in nodes)
         if need.gpus:
@@ -69,8 +67,9 @@ class Slurm:
             taken += [f"--cpus-per-task={share - share % 2 or 1}"]  # whole cores of two threads
         else:
             taken = ["--overlap", f"--cpus-per-task={cpus}", *(["--gres=none"] if of_each else [])]
+        ours = [sys.executable, "-P", "-m", step.MODULE]
         return [
-            "srun",
+            *(*ours, step.LAUNCH, "srun"),
             f"--job-name={need.name}",
             f"--nodelist={','.join(node.name for node in nodes)}",
             f"--nodes={len(nodes)}",
@@ -83,6 +82,7 @@ class Slurm:
             "--unbuffered",
             "--kill-on-bad-exit=1",
             f"--wait={GANG_WAIT_SECONDS}",
+            *(*ours, step.GUARD, *argv),
         ]
 
 

@@ -471,7 +471,9 @@ def test_submitting_says_which_job_it_is(slurm, tmp_path: Path, monkeypatch) -> 
     with pytest.raises(RemoteError, match="Invalid account"):
         job.submit(tmp_path / "job.sh")
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with pytest.raises(ConfigError, match=r"sbatch is not on this machine, for `sbatch --parsable \S+/job\.sh`: "):
+    with pytest.raises(
+        ConfigError, match=r"sbatch is not on this machine, for `sbatch --parsable \S+job\.sh`"
+    ):
         job.submit(tmp_path / "job.sh")
 
 
