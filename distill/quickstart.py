@@ -47,7 +47,8 @@ def prepare(
     seed: int, overrides: Sequence[str], console: Console, task: Task = "sort_letters"
 ) -> tuple[RunConfig, float]:
     """The quickstart's configuration on models made for `seed`, and the seconds that making them took."""
-    load(_file(SOURCES[task].config), overrides)  # what is wrong with them is said before a minute has passed
+    # what is wrong with them is said before a minute has passed
+    load(_file(SOURCES[task].config), [f"run.seed={seed}", *overrides])
     began = time.monotonic()
     with console.status("making a teacher and a student from scratch (once, about a minute)"):
         path, ours = source(seed, task)

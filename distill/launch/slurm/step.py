@@ -24,7 +24,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from typing import Final
 
 from distill.guardian import POLL_SECONDS, kill_descendants, reap, spawn
@@ -88,10 +87,10 @@ def _accepted(listener: socket.socket, word: bytes) -> socket.socket | None:
 # --- on the machine of the task
 
 
-def guard(command: list[str], environment: Mapping[str, str] = os.environ) -> int:
+def guard(command: list[str]) -> int:
     """Run a command for as long as `launch` is there; its exit status in the shell's way."""
     port, word = os.environ.pop(LINK_VARIABLE).split(":")
-    there = environment.get(ADDRESS_VARIABLE, "127.0.0.1"), int(port)
+    there = os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"), int(port)
     try:
         link = socket.create_connection(there, CONNECT_SECONDS)
         link.sendall(word.encode())

@@ -538,3 +538,5 @@ def test_an_override_of_the_quickstart_is_read_before_its_models_are_made(monkey
     monkeypatch.setattr("distill.quickstart.make_models", lambda *_: pytest.fail("a minute has passed"))
     assert left("quickstart", "--set", "run.steps=x") == 2
     assert "run.steps = 'x': input should be a valid integer" in capsys.readouterr().err
+    assert left("quickstart", "--seed", "-1") == 2
+    assert "run.seed = -1: input should be greater than or equal to 0" in capsys.readouterr().err
