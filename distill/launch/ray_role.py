@@ -59,7 +59,7 @@ class Order:
 
 
 def parse(arguments: Sequence[str]) -> Order:
-    """Raises ConfigError for a variable that this process does not have."""
+    """The order that this program's arguments give; the variables that --env names are in its environment."""
     parser = argparse.ArgumentParser(prog="python -m distill.launch.ray_role")
     parser.add_argument("--address", required=True, help="host:port of the Ray cluster")
     parser.add_argument("--name", required=True, help="of the role")
@@ -68,16 +68,8 @@ def parse(arguments: Sequence[str]) -> Order:
     parser.add_argument("--env", default="", help="names of variables that the command is given")
     parser.add_argument("command", nargs="+", metavar="COMMAND")
     options = parser.parse_args(arguments)
-    names = [name for name in options.env.split(",") if name]
-    if missing := [name for name in names if name not in os.environ]:
-        raise ConfigError(f"--env names {', '.join(missing)}, not set here: set it, or leave it out")
-    command = Command(
-        options.name,
-        options.command,
-        {name: os.environ[name] for name in names},
-        sys.executable,
-        os.getcwd(),
-    )
+    env = {name: os.environ[name] for name in options.env.split(",") if name}
+    command = Command(options.name, options.command, env, sys.executable, os.getcwd())
     return Order(options.address, options.nodes.split(","), options.gpus, command)
 
 
