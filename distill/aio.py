@@ -44,7 +44,7 @@ async def in_daemon(work: Callable[[], None]) -> None:
         raise error
 
 
-async def until(over: Coroutine[Any, Any, None], workers: Iterable[asyncio.Task[None]]) -> None:
+async def until(over: Coroutine[Any, Any, None], workers: Iterable[asyncio.Task[Any]]) -> None:
     """Until `over` returns or a worker ends; its error is raised, of a task group's the first."""
     end = asyncio.create_task(over)
     try:

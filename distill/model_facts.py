@@ -245,17 +245,15 @@ class Shape:
 def shape_of(source: ModelSource, tensor: int = 1) -> Shape:
     """The model's, in an engine of `tensor` parallel GPUs. Raises ConfigError for an unreadable config."""
     model, parameters = text_config(source), count_parameters(source)
-    experts, chosen = 1, 1
-    if has_experts(model):
-        experts, chosen = experts_of(model), getattr(model, "num_experts_per_tok", None) or 1
+    experts = max(1, int(experts_of(model)))
     layers, heads = int(model.num_hidden_layers), int(model.num_attention_heads)
     tied = bool(getattr(model, "tie_word_embeddings", False))
     return Shape(
         parameters,
         0 if tied else model.vocab_size * model.hidden_size,
         float(layers_of_experts(model) * expert_parameters(model)),
-        int(experts),
-        int(chosen),
+        experts,
+        min(experts, int(getattr(model, "num_experts_per_tok", None) or 1)),
         layers,
         heads * float(getattr(model, "head_dim", None) or model.hidden_size // heads),
         tensor * kv_bytes(model, tensor),

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from distill.aio import cancel
+from distill.aio import cancel, until
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
@@ -104,14 +104,11 @@ class Chat:
 
     async def _answer(self, prompt: str) -> dict[str, str]:
         answers = asyncio.create_task(self.conversations.answer(prompt))
-        death = asyncio.create_task(self.supervisor.watch())
         try:
-            await asyncio.wait({answers, death}, return_when=asyncio.FIRST_COMPLETED)
-            if not answers.done():
-                death.result()
+            await until(self.supervisor.watch(), [answers])
             return await answers
         finally:
-            await cancel([answers, death])
+            await cancel([answers])
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Final
 
 from rich.console import Console
 
-from distill.aio import cancel
+from distill.aio import cancel, until
 from distill.config import RunConfig
 from distill.config.cluster import LocalCluster
 from distill.launch.run import run
@@ -44,15 +44,12 @@ async def probe(config: RunConfig, folder: Path, say: Callable[[str], None]) -> 
     short = shortened(config, folder)
     say("starting every role")
     running = asyncio.create_task(run(short, console=Console(quiet=True)))
-    watching = asyncio.create_task(_measurable(short.run_dir / "metrics.jsonl", say))
     try:
-        done, _ = await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        await until(_measurable(short.run_dir / "metrics.jsonl", say), [running])
     except Interrupted:
         raise Interrupted("the probe was stopped, and nothing of it is kept") from None
     finally:
-        await cancel([running, watching])
+        await cancel([running])
         if config.student.mirror_folder is not None:
             await asyncio.to_thread(shutil.rmtree, short.mirrors.parent, ignore_errors=True)
     return short.run_dir

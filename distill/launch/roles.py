@@ -229,10 +229,10 @@ def _packages(folder: Path) -> Path:
     packages = folder / "packages"
     packages.mkdir(exist_ok=True)
     for name in ("distill", "sync"):
-        link, target = packages / name, Path(__file__).parents[2] / name
-        if not link.is_symlink() or link.readlink() != target:
-            link.unlink(missing_ok=True)
-            link.symlink_to(target)
+        link = packages / f".{name}.{socket.gethostname()}.{os.getpid()}"  # others make theirs meanwhile
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path(__file__).parents[2] / name)
+        link.replace(packages / name)
     return packages
 
 

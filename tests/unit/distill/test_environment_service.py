@@ -45,6 +45,7 @@ from sync.base.settings import ModelSource
 from sync.wire import EpisodeContinue, EpisodeFailed, EpisodeOver, Generated, RunIdentity, Turn, pack
 from sync.wire.claims import Claim
 from sync.wire.client import Peer
+from sync.wire.peers import Role
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 ODD = """
@@ -594,6 +595,21 @@ def test_services_are_started_with_the_run_and_the_evaluator_knows_them(tmp_path
     evaluator, service = (json.loads(file.read_text()) for file in files)
     assert len(evaluator["environments"]["e"]["urls"]) == 2
     assert service["stop_token_ids"] == [3]
+
+
+def test_services_of_two_machines_link_the_packages_at_the_same_time(tmp_path: Path, monkeypatch) -> None:
+    make = Path.symlink_to
+
+    def after_another(link: Path, target: Path) -> None:
+        make(link.with_name(target.name), target)
+        make(link, target)
+
+    monkeypatch.setattr(Path, "symlink_to", after_another)
+    place = {"environment": "odd_environments:echo", "python": "/opt/games/bin/python"}
+    config = run_config(tmp_path, environments={"e": place})
+    with Ports() as ports:
+        (child,) = plan_servers(config, "token", ports, Role.ENVIRONMENT).children
+    assert sorted(os.listdir(child.env["PYTHONPATH"].split(os.pathsep)[0])) == ["distill", "sync"]
 
 
 @pytest.mark.parametrize(
