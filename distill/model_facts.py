@@ -216,10 +216,8 @@ class Shape:
     """Parameters of an embedding that is not the head too: a token reads one row and multiplies none."""
     routed: float
     """Parameters of all experts."""
-    experts: int
-    """Experts of a layer; 1: there are none."""
-    chosen: int
-    """Experts that a token goes through."""
+    share: float
+    """Of a layer's experts, that a token goes through; 1: there are none."""
     layers: int
     attention: float
     """Heads x head width."""
@@ -229,7 +227,7 @@ class Shape:
     @property
     def active(self) -> float:
         """N."""
-        return self.parameters - self.looked_up - self.routed * (1 - self.chosen / self.experts)
+        return self.read(1)
 
     def forward(self, tokens: float) -> float:
         """FLOPs of a causal pass over one sequence."""
@@ -237,23 +235,21 @@ class Shape:
 
     def read(self, sequences: float) -> float:
         """Parameters that a decode step of so many sequences reads: an expert only if one of them goes there,
-        which all miss with probability (1 − chosen / experts)^sequences."""
-        missed = (1 - self.chosen / self.experts) ** sequences
-        return self.parameters - self.looked_up - self.routed * missed
+        which all miss with probability (1 − share)^sequences."""
+        return self.parameters - self.looked_up - self.routed * (1 - self.share) ** sequences
 
 
 def shape_of(source: ModelSource, tensor: int = 1) -> Shape:
     """The model's, in an engine of `tensor` parallel GPUs. Raises ConfigError for an unreadable config."""
     model, parameters = text_config(source), count_parameters(source)
-    experts = max(1, int(experts_of(model)))
+    chosen = getattr(model, "num_experts_per_tok", None) or 1
     layers, heads = int(model.num_hidden_layers), int(model.num_attention_heads)
     tied = bool(getattr(model, "tie_word_embeddings", False))
     return Shape(
         parameters,
         0 if tied else model.vocab_size * model.hidden_size,
         float(layers_of_experts(model) * expert_parameters(model)),
-        experts,
-        min(experts, int(getattr(model, "num_experts_per_tok", None) or 1)),
+        chosen / experts_of(model) if has_experts(model) else 1.0,
         layers,
         heads * float(getattr(model, "head_dim", None) or model.hidden_size // heads),
         tensor * kv_bytes(model, tensor),

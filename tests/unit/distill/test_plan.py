@@ -104,7 +104,7 @@ def test_experts_and_embeddings_that_multiply_nothing_are_left_out(tmp_path: Pat
 
 
 def test_a_decode_step_moves_weights_and_cache_or_computes() -> None:
-    shape = Shape(1000.0, 0.0, 0.0, 1, 1, 2, 10.0, 50.0)
+    shape = Shape(1000.0, 0.0, 0.0, 1.0, 2, 10.0, 50.0)
     role = Role("replicas", 3, 3 * 2, {})
     device = partial(Device, "of a test", gib=1.0, sequences=1, compute_share=1.0, bandwidth_share=1.0)
     memory_bound = Generation(shape, 2, Lengths(10, 20, ""), role, 5, device(1e12, 100.0))
