@@ -134,6 +134,10 @@ class Child:
         return None if self.process is None else self.process.returncode
 
     @property
+    def over(self) -> bool:
+        return self.phase is Phase.ENDED
+
+    @property
     def restartable(self) -> bool:
         """Whether another start may help: after a kill, on a taken port, or when it had reported for work."""
         reported = self.spec.url is None and self.spec.joined()
@@ -259,7 +263,7 @@ class Supervisor:
         child = self.children.get(name)
         if child is None:
             log.error("%s hangs and was not started here: restart it where it runs", name)
-        elif child.phase is not Phase.ENDED and child.process is not None and child.status is None:
+        elif not child.over and child.process is not None and child.status is None:
             log.error("%s is killed, to be restarted", name)
             child.signal(signal.SIGKILL)
 
@@ -287,7 +291,7 @@ class Supervisor:
 
     async def _tend(self, child: Child) -> None:
         """Restart a child whenever it exits or hangs, until its orderly end."""
-        while child.phase is not Phase.ENDED:
+        while not child.over:
             exit_ = asyncio.create_task(child.exit())
             stalled = asyncio.create_task(self._until_stalled(child))
             try:
@@ -301,7 +305,7 @@ class Supervisor:
             if child.spec.ends and child.status == 0 and (child.came_up or self._deadline is None):
                 child.phase = Phase.ENDED
                 child.spec.left()
-            elif child.phase is not Phase.ENDED:
+            elif not child.over:
                 await self._restart(child)
 
     async def _until_stalled(self, child: Child) -> str:
@@ -339,7 +343,7 @@ class Supervisor:
         child.spec.died()
         log.warning("%s\nrestarted in %.0f s", child.describe_end(), pause)
         await asyncio.sleep(pause)
-        if child.phase is not Phase.ENDED:
+        if not child.over:
             await child.start(self._read_end)
 
 
