@@ -20,13 +20,12 @@ more. All three see the same lengths: those of the completions that are generate
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -44,12 +43,12 @@ from distill.batching.packing import Shape, pack_batch
 from distill.buffer import Batch
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
-from distill.config.loading import load_run_dir
 from distill.config.prompts import TaskPrompts
 from distill.evaluation.models import load_model, load_student
 from distill.evaluation.probes import LanguageModel, log_probs
 from distill.launch import replica_command
 from distill.launch.preflight import claim_of
+from distill.metrics.results import Run
 from distill.preflight_checks.objective import with_objective
 from distill.prompts.sources import open_prompts
 from distill.prompts.stream import Prompt
@@ -61,8 +60,6 @@ from student_trainer.engine import Student, head_shape
 from student_trainer.objectives.config import needs, student_topk
 from student_trainer.step import loss_of, train_step
 from student_trainer.varlen import replace_attention
-from sync.base.decoding import json_decoder
-from sync.base.errors import DistillError
 from sync.base.tokenizers import load_tokenizer, vocab_size
 from sync.weights.subscribe import Subscriber
 from sync.wire import Scored, ScoreRequest, ScoreSequence, TrainBatch, Version, VersionSpan, encode, pack
@@ -192,14 +189,13 @@ def run(
     steps: TrialSteps = 0,
 ) -> Figures:
     """Run the same synchronously and asynchronously, and print what overlapping is worth."""
-    folder, size = folder.absolute(), SCALES[scale]
-    steps = steps or size.steps
-    cache, trials = TrialCache(folder), {way: list[Figures]() for way in WAYS}
+    cache, size = TrialCache(folder), SCALES[scale]
+    steps, trials = steps or size.steps, {way: list[Figures]() for way in WAYS}
     for seed in range(seeds):
         for way, settings in WAYS.items():
             words = [setting.replace("{}", size.teacher) for setting in settings]
             path, overrides = source(scale, seed)
-            make = partial(trial, folder / "trial", (path, overrides), words, steps, size)
+            make = partial(trial, cache.folder / "trial", (path, overrides), words, steps, size)
             trials[way].append(cache.get({"steps": steps, "settings": [*overrides, *words]}, make))
     path, overrides = source(scale, 0)
     words = [*overrides, *OVERLAPPED]
@@ -212,9 +208,13 @@ def trial(
     run_dir: Path, source: tuple[Path, list[str]], settings: Sequence[str], steps: int, scale: Scale
 ) -> Figures:
     """Figures of one run, and its learning curve where there is one."""
-    run_steps(run_dir, source, steps, settings)
-    figures = measure(run_dir, min(scale.settled, steps // 4))
-    return figures | (learned(run_dir) if scale.learns else dict.fromkeys(CURVE))
+    finished = run_steps(run_dir, source, steps, settings)
+    figures = measure(finished, min(scale.settled, steps // 4))
+    if not scale.learns:
+        return figures | dict.fromkeys(CURVE)
+    config = finished.config
+    saved = Subscriber(config.subscriber("evaluator"), claim_of(config)).folder
+    return figures | curve(config, lambda step: saved(Version(0, step)), step_lines(finished))
 
 
 def table(report: Figures) -> str:
@@ -226,9 +226,9 @@ def table(report: Figures) -> str:
     return "\n".join([*comparison(old, new, ways, ROWS), "", *limits])
 
 
-def measure(run_dir: Path, settled: int) -> Figures:
-    """Speed of a finished run after its first `settled` steps; age: mean of what was trained on."""
-    lines, report = step_lines(run_dir), json.loads((run_dir / "summary.json").read_text())
+def measure(finished: Run, settled: int) -> Figures:
+    """Speed of a run after its first `settled` steps; age: mean of what was trained on."""
+    lines = step_lines(finished)
     first, last, count = lines[settled], lines[-1], len(lines) - settled - 1
     wall = last["time"] - first["time"]
     return {
@@ -236,20 +236,13 @@ def measure(run_dir: Path, settled: int) -> Figures:
         "mean_step_ms": 1000 * wall / count,
         "generated_per_second": (last["rollout/tokens_total"] - first["rollout/tokens_total"]) / wall,
         "trained_per_second": (last["train/tokens_total"] - first["train/tokens_total"]) / wall,
-        "age": report["buffer"]["age_mean"],
+        "age": finished.summary["buffer"]["age_mean"],
     }
 
 
 # --- what was learned -------------------------------------------------------------------------------------
 
 CURVE: Final = ("seconds_to_target", "reverse_kl", "pass_rate")
-
-
-def learned(run_dir: Path) -> Figures:
-    """The learning curve of a finished run, evaluated now: see `curve`."""
-    config = load_run_dir(run_dir)
-    saved = Subscriber(config.subscriber("evaluator"), claim_of(config)).folder
-    return curve(config, lambda step: saved(Version(0, step)), step_lines(run_dir))
 
 
 def curve(config: RunConfig, saved: Callable[[int], Path], lines: Sequence[Mapping[str, float]]) -> Figures:
@@ -313,10 +306,7 @@ def reverse_kl(
 
 
 def computed(config: RunConfig, rounds: int) -> Figures:
-    """ms of processor time per step by computation, and the time of a step of which nothing else is left.
-
-    Raises DistillError when vLLM fails.
-    """
+    """ms of processor time per step by computation, and the time of a step of which nothing else is left."""
     tokenizer = load_tokenizer(config.student)
     prompts = [prompt.token_ids for prompt in open_prompts(with_evaluation(config), tokenizer).held_out]
     batch = [prompts[i % len(prompts)] for i in range(config.rollout.batch)]
@@ -418,7 +408,7 @@ class Step:
 
 
 def generate(config: RunConfig, batch: list[list[int]], stop: list[int], rounds: int) -> Figures:
-    """{"seconds": of STEPS_AT_ONCE batches, median, "completions": [[ids, log μ], …]}."""
+    """{"seconds": of STEPS_AT_ONCE batches, median, "completions": [(ids, log μ), …]}."""
     _, environment = replica_command.command(config.student, config.subscriber("limit"), 0, "127.0.0.1", 0)
     arguments = {name.replace("-", "_"): value for name, value in config.student.flags().items()}
     job = {
@@ -440,16 +430,9 @@ def generate(config: RunConfig, batch: list[list[int]], stop: list[int], rounds:
         "stop_token_ids": stop,
         "rounds": rounds,
     }
-    with tempfile.TemporaryDirectory(prefix="distill-limit-") as place:
-        asked, answer = Path(place) / "asked.json", Path(place) / "answer.json"
-        asked.write_text(json.dumps(job))
-        words = [sys.executable, "-m", "tests.benchmarks.asynchronous", str(asked), str(answer)]
-        done = subprocess.run(
-            words, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False
-        )
-        if not answer.is_file():
-            raise DistillError(f"vLLM ended with {done.returncode}:\n{done.stderr[-2000:]}")
-        return json_decoder(dict[str, Any]).decode(answer.read_bytes())
+    os.environ |= environment
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
+        return apart.submit(generate_here, job).result()
 
 
 def generate_here(job: Mapping[str, Any]) -> Figures:
@@ -467,13 +450,10 @@ def generate_here(job: Mapping[str, Any]) -> Figures:
     completions = []
     for output in outputs:
         ids, logps = list(output.outputs[0].token_ids), output.outputs[0].logprobs
-        completions.append([ids, [by_id[id].logprob for by_id, id in zip(logps, ids, strict=True)]])
+        completions.append((ids, [by_id[id].logprob for by_id, id in zip(logps, ids, strict=True)]))
     llm.llm_engine.engine_core.shutdown()
     return {"seconds": median(seconds[1:]), "completions": completions}
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3 and sys.argv[1].endswith("asked.json"):
-        Path(sys.argv[2]).write_text(json.dumps(generate_here(json.loads(Path(sys.argv[1]).read_text()))))
-    else:
-        command(run, table)
+    command(run, table)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +40,7 @@ from distill.record.audit import VIOLATIONS, audit
 from distill.topology import EVALUATOR, TRAINER
 from sync.base.errors import ConfigError, DistillError
 from sync.base.jsonl import JsonLines
-from tests.benchmarks.figures import Figures, cell, chosen, command, listing
+from tests.benchmarks.figures import Figures, cell, chosen, command, command_line, listing
 
 ALL, DISK = "all at once", "the run's folder"
 MAX_PAUSE_SECONDS = 4.0
@@ -79,9 +78,7 @@ def target_of(events: int, seed: int, kinds: Sequence[str], task: quickstart.Tas
     if config.run_dir.exists():
         raise ConfigError(f"{config.run_dir} is there: remove it, or take another --seed")
     relayed = {CUT, MALFORMED} & set(kinds)
-    program = [faults.__file__] if relayed else ["-m", "distill.cli.main", "run"]
-    words = [sys.executable, "-P", *program, str(path)]
-    words += [word for setting in settings for word in ("--set", setting)]
+    words = command_line(path, settings, [faults.__file__]) if relayed else command_line(path, settings)
     return KillTarget(words, config.run_dir, timeout=TIMEOUT * config.run.start_seconds)
 
 

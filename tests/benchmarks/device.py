@@ -6,7 +6,6 @@ tried without one. A path that fails costs its own line, not the others.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -69,14 +68,13 @@ def run(
 
     What is kept is not tried again, what failed is.
     """
-    folder = folder.absolute()
     cache, names = TrialCache(folder), chosen("--only", only, PATHS)
     device = ", ".join(sorted(gpu_names())) if visible(gpus()) else CPU
     rows: dict[str, Figures] = {}
     for name in names:
         settings = (*COMMON, *(ON_GPU if device != CPU else ()), *PATHS[name])
         try:
-            make = partial(trial, folder / "trial", steps, settings)
+            make = partial(trial, cache.folder / "trial", steps, settings)
             rows[name] = cache.get({"device": device, "steps": steps, "settings": settings}, make)
         except DistillError as error:
             rows[name] = {"error": str(error)}
@@ -91,8 +89,8 @@ def problem(report: Figures) -> str:
 def trial(run_dir: Path, steps: int, settings: Sequence[str]) -> Figures:
     """One line of the table; None: the run has no such figure."""
     began = time.monotonic()
-    run_steps(run_dir, quickstart.source(0), steps, settings)
-    summary, lines = json.loads((run_dir / "summary.json").read_text()), step_lines(run_dir)
+    finished = run_steps(run_dir, quickstart.source(0), steps, settings)
+    summary, lines = finished.summary, step_lines(finished)
     before, after = (summary.get(name) for name in ("before", "after"))
     return {
         "s": time.monotonic() - began,

@@ -1,4 +1,4 @@
-"""What the benchmarks share: command line, runs of the quickstart, kept trials, processor time, tables."""
+"""What the benchmarks share: command line, runs of the quickstart, kept trials, tables."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Final
 
-import psutil
 import typer
-from kill_target import descendants, role_processes
 
 from distill.cli.options import JsonFile, guarded, write_figures
+from distill.metrics.results import Run, read_run
 from sync.base.errors import ConfigError, DistillError
 from sync.base.jsonl import JsonLines, read_lines
 from tests.benchmarks import ROOT
@@ -103,8 +102,9 @@ class TrialCache:
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / "trials.jsonl"
+        self.folder = folder.absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._path = self.folder / "trials.jsonl"
         self._results = {line["key"]: line["result"] for line in read_lines(self._path)}
 
     def get(self, settings: Figures, run: Callable[[], Figures]) -> Figures:
@@ -127,8 +127,9 @@ def _sources() -> str:
     return "\0".join(path.read_text() for name in packages for path in sorted((ROOT / name).rglob("*.py")))
 
 
-def run_steps(run_dir: Path, source: tuple[Path, list[str]], steps: int, settings: Sequence[str]) -> None:
-    """Run a file with overrides in a process of its own, in `run_dir`; an older run there is renamed.
+def run_steps(run_dir: Path, source: tuple[Path, list[str]], steps: int, settings: Sequence[str]) -> Run:
+    """Run a file with overrides in a process of its own, in `run_dir`; an older run there is renamed. What
+    it left.
 
     Raises DistillError with the end of its output when it fails.
     """
@@ -136,17 +137,24 @@ def run_steps(run_dir: Path, source: tuple[Path, list[str]], steps: int, setting
         run_dir.rename(run_dir.with_name(f"{run_dir.name}-{time.time_ns()}"))
     path, overrides = source
     words = [*overrides, f"run.folder={run_dir.parent}", f"run.name={run_dir.name}", f"run.steps={steps}"]
-    words += settings
-    line = [sys.executable, "-P", "-m", "distill.cli.main", "run", str(path)]
-    line += [word for setting in words for word in ("--set", setting)]
+    line = command_line(path, [*words, *settings])
     done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode != 0:
         raise DistillError(f"{' '.join(line[4:])} ended with {done.returncode}:\n{done.stdout[-2000:]}")
+    return read_run(run_dir)
 
 
-def step_lines(run_dir: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl, one per optimizer step."""
-    return [line for line in read_lines(run_dir / "metrics.jsonl") if "train/loss" in line]
+def command_line(
+    path: Path, settings: Sequence[str], program: Sequence[str] = ("-m", "distill.cli.main", "run")
+) -> list[str]:
+    """Runs a file with overrides by a `program`."""
+    sets = [word for setting in settings for word in ("--set", setting)]
+    return [sys.executable, "-P", *program, str(path), *sets]
+
+
+def step_lines(run: Run) -> list[dict[str, Any]]:
+    """Its metrics, one line per optimizer step."""
+    return [line for line in run.metrics if "train/loss" in line]
 
 
 def median_gap_ms(lines: Sequence[Mapping[str, float]]) -> float:
@@ -154,31 +162,9 @@ def median_gap_ms(lines: Sequence[Mapping[str, float]]) -> float:
     return 1000 * median(after["time"] - before["time"] for before, after in pairwise(lines))
 
 
-# --- processor time ---------------------------------------------------------------------------------------
-
-
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
-    """That these have used so far; one that is gone counts as nothing."""
-    total = 0.0
-    for process in processes:
-        try:
-            total += sum(process.cpu_times()[:2])
-        except psutil.Error:
-            continue
-    return total
-
-
-def role_families(launcher: int) -> dict[str, set[psutil.Process]]:
-    """Processes of every role below a launcher, with those that they started, such as an engine's core."""
-    return {
-        role: set(processes).union(*(descendants(process.pid) for process in processes))
-        for role, processes in role_processes(launcher).items()
-    }
 
 
 # --- summaries --------------------------------------------------------------------------------------------

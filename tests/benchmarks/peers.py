@@ -76,8 +76,8 @@ def run(
     steps: TrialSteps = 0,
 ) -> Figures:
     """Run the same distillation in TRL and in this project, and compare their speed and what was learned."""
-    folder, size = folder.absolute(), REWARDS if scale == "rewards" else SCALES[scale]
-    python, cache = environment(folder / "trl"), TrialCache(folder)
+    cache, size = TrialCache(folder), REWARDS if scale == "rewards" else SCALES[scale]
+    python = environment(cache.folder / "trl")
 
     def trial(side: str, seed: int, precision: str, steps: int, size: Scale) -> Figures:
         path, overrides = source = rewards(seed) if scale == "rewards" else asynchronous.source(scale, seed)
@@ -86,9 +86,9 @@ def run(
         config = load(path, [*overrides, *words])
         task = job(config, steps, precision, size.learns)
         if side == "ours":
-            make = partial(asynchronous.trial, folder / "ours", source, words, steps, size)
+            make = partial(asynchronous.trial, cache.folder / "ours", source, words, steps, size)
         else:
-            make = partial(theirs, python, folder / "theirs", task, config, size)
+            make = partial(theirs, python, cache.folder / "theirs", task, config, size)
         return cache.get({"side": side, "requirements": REQUIREMENTS, "job": task, "settings": words}, make)
 
     trials: dict[str, list[Figures]] = {}

@@ -359,11 +359,10 @@ def run(
     parts: Annotated[str, typer.Option(help="Parts, with commas.")] = ",".join(PARTS),
 ) -> dict[str, Figures]:
     """Measure a weight sync in parts: codec, transports, swaps."""
-    folder, names, figures = folder.absolute(), chosen("--parts", parts, PARTS), {}
-    cache = TrialCache(folder)
+    cache, names, figures = TrialCache(folder), chosen("--parts", parts, PARTS), {}
     for size in SIZES if full else ("toy",):
         figures[size] = {
-            name: cache.get({"size": size, "part": name}, partial(PARTS[name], SIZES[size], folder))
+            name: cache.get({"size": size, "part": name}, partial(PARTS[name], SIZES[size], cache.folder))
             for name in names
         }
     return figures

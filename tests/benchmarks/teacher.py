@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ import numpy as np
 import psutil
 import torch
 import typer
+from kill_target import role_processes
 from transformers import AutoModelForCausalLM
 
 from distill.launch.preflight import serving
@@ -36,15 +37,7 @@ from sync.vllm.plugin import PLUGIN
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import Item
 from teacher_service.engines.transformers import PASS_TOKENS, padded_ids, rectangles
-from tests.benchmarks.figures import (
-    START_SECONDS,
-    Figures,
-    command,
-    cpu_seconds,
-    interleaved,
-    listing,
-    role_families,
-)
+from tests.benchmarks.figures import START_SECONDS, Figures, command, interleaved, listing
 
 QUEUE_TOKENS: Final = 1 << 18
 KV_BYTES: Final = 1 << 30
@@ -91,13 +84,14 @@ def pin(cores: set[int]) -> None:
 def timed(turns: dict[str, Turn], positions: int, repeats: int) -> Figures:
     """Speed of every contender, which takes part with this process and its server's family."""
     received = {name: turn() for name, turn in turns.items()}  # warms up, too
-    families, used = role_families(os.getpid()), {name: list[float]() for name in turns}
+    servers, used = role_processes(os.getpid()), {name: list[float]() for name in turns}
 
     def turn(name: str) -> None:
-        members = [psutil.Process(), *families.get(name.split()[0], ())]
-        before = cpu_seconds(members)
+        own = servers.get(name.split()[0], [])
+        family = [psutil.Process(), *own, *(child for server in own for child in server.children(True))]
+        before = cpu_seconds(family)
         turns[name]()
-        used[name].append(cpu_seconds(members) - before)
+        used[name].append(cpu_seconds(family) - before)
 
     taken = interleaved({name: partial(turn, name) for name in turns}, repeats)
     return {
@@ -108,6 +102,11 @@ def timed(turns: dict[str, Turn], positions: int, repeats: int) -> Figures:
         }
         for name in turns
     }
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    """That these have used so far."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def table(report: Figures) -> str:
