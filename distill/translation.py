@@ -35,7 +35,7 @@ from msgspec.structs import replace
 
 from distill.config import RunConfig
 from distill.interfaces import Transform
-from distill.prompts.rows import plain_ids, render
+from distill.prompts.rows import Kind, plain_ids, render
 from distill.prompts.stream import Prompt
 from sync import wire
 from sync.base.address import Place
@@ -120,6 +120,7 @@ class Translation:
             )
         self.end = int(end)
         """The teacher's id for the end of a completion."""
+        self._written = set[Kind]()
 
     @cached_property
     def shared(self) -> np.ndarray:
@@ -206,7 +207,7 @@ class Translation:
         if not prompt.messages:
             return plain_ids(self._teacher, prompt.text or self._student.decode(prompt.token_ids))
         messages, variables = json.loads(prompt.messages)
-        return render(self._teacher, messages, variables)
+        return render(self._teacher, messages, variables, self._written)
 
     def completion(self, token_ids: Sequence[int]) -> Aligned:
         """A completion of the student. Raises DataError for text that the teacher's tokenizer changes."""

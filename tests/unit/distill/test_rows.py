@@ -132,8 +132,17 @@ def test_calls_of_tools_are_written_once_as_json_and_null_arguments_are_dropped(
 
 def test_a_template_that_leaves_a_message_out_is_refused(tmp_path: Path) -> None:
     template = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
-    with pytest.raises(DataError, match=r"leaves out what the message of role 'system' says, 'Be brief\.'"):
+    with pytest.raises(DataError, match=r"writes what the message of role 'system' says 0 times"):
         read(tmp_path / "p.jsonl", [SYSTEM, USER], template)
+
+
+def test_what_a_tool_says_may_be_written_as_json(tmp_path: Path) -> None:
+    said = '{"degrees": 3}'
+    template = CHATML.replace(
+        "{{ m['content'] }}", "{{ m.content | tojson if m.role == 'tool' else m.content }}"
+    )
+    prompt = read(tmp_path / "p.jsonl", [USER, ANSWER, {"role": "tool", "content": said}], template)
+    assert json.dumps(said) in prompt
 
 
 @pytest.mark.parametrize(
