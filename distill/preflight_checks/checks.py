@@ -29,13 +29,7 @@ from distill.topology import Process, processes
 from student_trainer import parallelism
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import machines, names_others
-from student_trainer.objectives.config import (
-    Own,
-    Rewards,
-    TopK,
-    needs,
-    teacher_temperature,
-)
+from student_trainer.objectives.config import Own, Rewards, TopK, needs, teacher_temperature
 from sync.base import secrets, tokenizers
 from sync.base.address import WILDCARDS, is_loopback
 from sync.base.errors import ConfigError, SnapshotError

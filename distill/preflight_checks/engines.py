@@ -145,10 +145,7 @@ class _Checks:
         lengths = longest, config.rollout.max_tokens, info.max_length
         template = tokenizers.chat_template_fingerprint(tokenizer)
         known, request = config.student.known_ids, teacher.score
-        basics = [
-            capabilities(config, info),
-            probes.fits("it", *lengths, "raise the teacher's max_length"),
-        ]
+        basics = [capabilities(config, info), probes.fits("it", *lengths, "raise the teacher's max_length")]
         if isinstance(teacher, TextTeacher):
             request = teacher.score_ids
         else:

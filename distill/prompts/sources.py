@@ -15,12 +15,7 @@ import numpy as np
 
 from distill import tasks
 from distill.config import RunConfig
-from distill.config.prompts import (
-    DatasetPrompts,
-    EnvironmentPrompts,
-    MixturePrompts,
-    TaskPrompts,
-)
+from distill.config.prompts import DatasetPrompts, EnvironmentPrompts, MixturePrompts, TaskPrompts
 from distill.environments.rendering import Renderer
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import BUILT_IN, RewardSource, reward_source

@@ -234,9 +234,7 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
         garbage.batch_made(batch.version.step)
 
     hooks = Hooks(
-        step=lambda version, values: metrics.log(version.step, values),
-        batch=batch_made,
-        span=spans.write,
+        step=lambda version, values: metrics.log(version.step, values), batch=batch_made, span=spans.write
     )
     start = resume(folder, Start.of(config, parts.prompts), parts.store.connection)
     controller = Controller(config, parts, start, hooks)
