@@ -24,8 +24,6 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -80,18 +78,6 @@ def target_of(events: int, seed: int, kinds: Sequence[str], task: quickstart.Tas
     relayed = {CUT, MALFORMED} & set(kinds)
     words = command_line(path, settings, [faults.__file__]) if relayed else command_line(path, settings)
     return KillTarget(words, config.run_dir, timeout=TIMEOUT * config.run.start_seconds)
-
-
-@contextmanager
-def small_disk(run_dir: Path, gib: float) -> Iterator[None]:
-    """Put the folder of a run on a small disk, and its files back in the end; 0: leave it where it is."""
-    if gib:
-        mount(run_dir, round(gib * (1 << 20)))
-    try:
-        yield
-    finally:
-        if gib:
-            keep(run_dir)
 
 
 def strike(target: KillTarget, events: int, seed: int, kinds: Sequence[str]) -> Figures:
@@ -235,8 +221,13 @@ def run(
     """Inject faults into a run at random moments, let it end, and audit it; exit 1 for a broken guarantee."""
     asked = chosen("--kinds", kinds, INJECT)
     target = target_of(events, seed, asked, task)
-    with small_disk(target.run_dir, disk_gib if "disk" in asked else 0):
+    if "disk" not in asked:
         return strike(target, events, seed, asked)
+    mount(target.run_dir, round(disk_gib * (1 << 20)))
+    try:
+        return strike(target, events, seed, asked)
+    finally:
+        keep(target.run_dir)
 
 
 def problem(figures: Figures) -> str:

@@ -241,9 +241,8 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
     trainer = MemoryTrainer(
         controller.session, part.ranks, checkpoint_every=part.checkpoint_every, record=record
     )
-    blocks, began = Blocks(), time.process_time()
-    usage: list[Figures] = []
-    with blocks.watched():
+    began, usage = time.process_time(), list[Figures]()
+    with blocks() as longest_blocks:
         running = [asyncio.create_task(controller.run()), asyncio.create_task(trainer.run())]
         for sample in range(1, SAMPLES + 1):
             due = sample * config.run.steps // SAMPLES
@@ -262,7 +261,7 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
         "tokens per second of CPU time": tokens / spent,
         "rollouts in flight": in_flight,
         "usage": usage,
-        "blocks": blocks.longest(),
+        "blocks": longest_blocks,
     }
 
 
@@ -271,41 +270,30 @@ def _reached(controller: Controller) -> int:
     return reached.step if reached else 0
 
 
-class Blocks:
-    """How long a step of a task blocked the event loop, by its function: by the clock, of CPU time."""
+@contextmanager
+def blocks() -> Iterator[list[Figures]]:
+    """How long steps of tasks block this process's loops, by function; in the end the five longest, without
+    those of `train`, which collects garbage."""
+    run, longest, found = asyncio.Handle._run, dict[str, tuple[float, ...]](), list[Figures]()
 
-    def __init__(self) -> None:
-        self._seconds: dict[str, tuple[float, float]] = {}
+    def timed(handle: asyncio.Handle) -> None:
+        began, worked = time.perf_counter(), time.thread_time()
+        run(handle)
+        if (seconds := time.perf_counter() - began) > 0.001:
+            task = getattr(handle._callback, "__self__", None)
+            of: Any = task.get_coro() if isinstance(task, asyncio.Task) else handle._callback
+            name = getattr(of, "__qualname__", str(of))
+            both = zip(longest.get(name, (0.0, 0.0)), (time.thread_time() - worked, seconds), strict=True)
+            longest[name] = tuple(map(max, both))
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Time every callback of this process's loops."""
-        run = asyncio.Handle._run
-
-        def timed(handle: asyncio.Handle) -> None:
-            began, worked = time.perf_counter(), time.thread_time()
-            run(handle)
-            if (seconds := time.perf_counter() - began) > 0.001:
-                task = getattr(handle._callback, "__self__", None)
-                of: Any = task.get_coro() if isinstance(task, asyncio.Task) else handle._callback
-                name, longest = getattr(of, "__qualname__", str(of)), self._seconds
-                both = zip(longest.get(name, (0.0, 0.0)), (seconds, time.thread_time() - worked), strict=True)
-                longest[name] = tuple(map(max, both))
-
-        asyncio.Handle._run = timed
-        try:
-            yield
-        finally:
-            asyncio.Handle._run = run
-
-    def longest(self) -> list[Figures]:
-        """The greatest five, without those of `train`, which collects garbage."""
-        blocks = [
-            {"task": task, "ms by the clock": 1e3 * clock, "ms of CPU time": 1e3 * worked}
-            for task, (clock, worked) in self._seconds.items()
-            if task != train.__qualname__
-        ]
-        return sorted(blocks, key=lambda block: -block["ms of CPU time"])[:5]
+    asyncio.Handle._run = timed
+    try:
+        yield found
+    finally:
+        asyncio.Handle._run = run
+        longest.pop(train.__qualname__, None)
+        for name, (worked, clock) in sorted(longest.items(), key=lambda block: block[1], reverse=True)[:5]:
+            found.append({"task": name, "ms by the clock": 1e3 * clock, "ms of CPU time": 1e3 * worked})
 
 
 def used(folder: Path) -> Figures:

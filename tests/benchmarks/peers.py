@@ -14,11 +14,10 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -165,18 +164,10 @@ def job(config: RunConfig, steps: int, precision: str, learns: bool) -> Figures:
 
 
 def theirs(python: Path, output: Path, task: Figures, config: RunConfig, size: Scale) -> Figures:
-    """Figures of TRL's run, and its learning curve where there is one."""
-    lines = train(python, output, task)
-    timed = lines[min(size.settled, len(lines) // 4) :]
-    tokens = timed[-1]["generated"] - timed[0]["generated"]
-    pace = tokens / (timed[-1]["time"] - timed[0]["time"])
-    learned = asynchronous.curve(config, lambda step: output / f"step-{step}", lines) if size.learns else None
-    speed = {"step_ms": median_gap_ms(timed), "trained_per_second": pace}
-    return speed | (learned or dict.fromkeys(asynchronous.CURVE))
+    """Figures of TRL's run in `output`, and its learning curve where there is one.
 
-
-def train(python: Path, output: Path, task: Figures) -> Sequence[dict[str, Any]]:
-    """Run TRL on one job in `output`; a line per step. Raises DistillError with its errors when it fails."""
+    Raises DistillError with its errors when it fails.
+    """
     output.mkdir(parents=True, exist_ok=True)
     (output / "job.json").write_text(json.dumps({**task, "output": str(output)}))
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_WAIT_POLICY")}
@@ -186,7 +177,12 @@ def train(python: Path, output: Path, task: Figures) -> Sequence[dict[str, Any]]
     lines = read_lines(output / "steps.jsonl")
     if done.returncode != 0 or len(lines) != task["steps"]:
         raise DistillError(f"TRL ended after {len(lines)} of {task['steps']} steps:\n{done.stderr[-2000:]}")
-    return lines
+    timed = lines[min(size.settled, len(lines) // 4) :]
+    tokens = timed[-1]["generated"] - timed[0]["generated"]
+    pace = tokens / (timed[-1]["time"] - timed[0]["time"])
+    learned = asynchronous.curve(config, lambda step: output / f"step-{step}", lines) if size.learns else None
+    speed = {"step_ms": median_gap_ms(timed), "trained_per_second": pace}
+    return speed | (learned or dict.fromkeys(asynchronous.CURVE))
 
 
 if __name__ == "__main__":
