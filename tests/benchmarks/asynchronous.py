@@ -29,7 +29,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -44,14 +44,13 @@ from distill.buffer import Batch
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
 from distill.config.prompts import TaskPrompts
+from distill.evaluation.evaluator import exact
 from distill.evaluation.models import load_model, load_student
-from distill.evaluation.probes import LanguageModel, log_probs
 from distill.launch import replica_command
 from distill.launch.preflight import claim_of
 from distill.metrics.results import Run
 from distill.preflight_checks.objective import with_objective
 from distill.prompts.sources import open_prompts
-from distill.prompts.stream import Prompt
 from distill.record.rollout import Rollout
 from distill.tasks.sort_letters import letter_tokenizer
 from distill.tasks.teaching import Recipe, made_once, new_model, recipe_hash, save_pair
@@ -63,11 +62,11 @@ from student_trainer.varlen import replace_attention
 from sync.base.tokenizers import load_tokenizer, vocab_size
 from sync.weights.subscribe import Subscriber
 from sync.wire import Scored, ScoreRequest, ScoreSequence, TrainBatch, Version, VersionSpan, encode, pack
+from sync.wire.head import OutputHead
 from teacher_service.batching import split
-from teacher_service.engines.base import EnginePrompt, GenerationParams
+from teacher_service.engines.base import EnginePrompt, GenerationParams, Item, ScoreOptions
 from teacher_service.engines.head import find_head
 from teacher_service.engines.transformers import TransformersEngine
-from teacher_service.engines.transformers import generate as generate_steps
 from teacher_service.messages import read_score
 from tests.benchmarks import ROOT
 from tests.benchmarks.figures import (
@@ -256,18 +255,23 @@ def curve(config: RunConfig, saved: Callable[[int], Path], lines: Sequence[Mappi
     tokenizer = load_tokenizer(config.student)
     held_out = open_prompts(with_evaluation(config), tokenizer).held_out
     passes = tasks.load(config.prompts.task, config.prompts.options).reward
-    ends, vocab = (tokenizer.eos_token_id,), vocab_size(tokenizer)
+    asked = [EnginePrompt(np.array(prompt.token_ids, "i4"), seed) for seed, prompt in enumerate(held_out)]
+    params = GenerationParams(config.rollout.max_tokens, 1.0, (tokenizer.eos_token_id,))
     torch.set_num_threads(1)
-    source = load_model(next(iter(config.teachers.values())), "cpu")
-    teacher = LanguageModel(source, find_head(source, vocab))
-    points = []
+    vocab, points = vocab_size(tokenizer), []
+    teacher = TransformersEngine(load_model(next(iter(config.teachers.values())), "cpu"), vocab)
     for step in [*range(0, len(lines), EVERY), len(lines)]:
         model = load_student(config.student, saved(step) if step else None, "cpu")
-        student = LanguageModel(model, find_head(model, vocab))
-        sampled = sample(student, held_out, config.rollout.max_tokens, ends, config.run.seed)
-        passed = sum(passes(prompt, ids) > 0 for prompt, ids in zip(held_out, sampled, strict=True))
+        student = TransformersEngine(model, vocab)
+        *_, sampled = student.generate(asked, params)
+        ids = [completion.token_ids_T.tolist() for completion in sampled or []]
+        rewards = [passes(*pair) > 0 for pair in zip(held_out, ids, strict=True)]
+        items = [
+            Item(np.array(prompt.token_ids + tokens, "i4"), len(prompt.token_ids))
+            for prompt, tokens in zip(held_out, ids, strict=True)
+        ]
         seconds = lines[max(step, 1) - 1]["time"] - lines[0]["time"]
-        points.append((seconds, reverse_kl(student, teacher, held_out, sampled), passed / len(held_out)))
+        points.append((seconds, reverse_kl(student, teacher, items), mean(rewards)))
     seconds_to_target = None
     for (x0, y0, _), (x1, y1, _) in pairwise(points):
         if seconds_to_target is None and y0 > TARGET_KL >= y1:
@@ -275,31 +279,13 @@ def curve(config: RunConfig, saved: Callable[[int], Path], lines: Sequence[Mappi
     return dict(zip(CURVE, (seconds_to_target, *points[-1][1:]), strict=True)) | {"curve": points}
 
 
-def sample(
-    student: LanguageModel, prompts: Sequence[Prompt], longest: int, ends: tuple[int, ...], seed: int
-) -> list[list[int]]:
-    """Completions at temperature 1; the same seed gives the same ones of the same model."""
-    vocab, first = len(student.head.weight_VH), seed * len(prompts)
-    asked = [EnginePrompt(np.array(prompt.token_ids, "i4"), first + i) for i, prompt in enumerate(prompts)]
-    *_, completions = generate_steps(student.model, vocab, asked, GenerationParams(longest, 1.0, ends))
-    return [completion.token_ids_T.tolist() for completion in completions or ()]
-
-
-@torch.inference_mode()
-def reverse_kl(
-    student: LanguageModel,
-    teacher: LanguageModel,
-    prompts: Sequence[Prompt],
-    sampled: Sequence[Sequence[int]],
-) -> float:
+def reverse_kl(student: TransformersEngine, teacher: TransformersEngine, items: Sequence[Item]) -> float:
     """Exact, nats per token of the completions."""
-    total = 0.0
-    for prompt, ids in zip(prompts, sampled, strict=True):
-        tokens = pack(np.array([*prompt.token_ids, *ids], np.int32))
-        sequence = ScoreSequence("", tokens, len(prompt.token_ids))
-        logp_TV, logq_TV = (log_probs(model, sequence) for model in (student, teacher))
-        total += float((logp_TV.exp() * (logp_TV - logq_TV)).sum())
-    return total / sum(map(len, sampled))
+    sides: list[Any] = []
+    for engine in (student, teacher):
+        scores = engine.score(items, ScoreOptions(hidden=True))
+        sides += [OutputHead.of(engine.head(), torch.device("cpu")), torch.from_numpy(scores.hidden_CH)]
+    return float(exact(*sides).mean())
 
 
 # --- the three computations of a step ----------------------------------------------------------------------
