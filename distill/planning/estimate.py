@@ -36,11 +36,10 @@ from distill.metrics.summary import threads
 from distill.model_facts import Shape, item_bytes, shape_of
 from distill.planning.hardware import CPU, Device
 from distill.preflight_checks.devices import VLLM_SHARE, WORKSPACE, Use
-from distill.preflight_checks.machine import DAY, GIB, bytes_per_token, full_bytes, runs_vllm
+from distill.preflight_checks.machine import DAY, GIB, bytes_per_token, full_bytes, published_item, runs_vllm
 from distill.prompts.rows import RowReader, jsonl_rows, row_encoder
 from distill.prompts.sources import student_limit, text_config
 from distill.topology import EACH_NODE, HERE, TRAINER, Process, parallel, processes
-from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.launch import machines
 from sync.base.errors import ConfigError
 from sync.base.tokenizers import load_tokenizer
@@ -51,8 +50,6 @@ SAMPLED: Final = 256
 ASSUMED_PROMPT: Final = 512
 """Tokens of a prompt, where prompts.max_prompt_tokens does not bound them."""
 GENERATE, SCORE, TRAIN = "generate", "score", "train"
-SIXTEEN_BITS: Final = 2
-"""Bytes."""
 
 # --- stages: arithmetic on shapes
 
@@ -117,14 +114,14 @@ DELTA_GROWTH: Final = 0.7
 
 
 def delta_share(rate: float, codec: str, steps: int) -> float:
-    """Bytes of a delta over those of a full snapshot in 16 bits.
+    """Bytes of a delta over those of a full snapshot, 2 a parameter.
 
     Log-linear between the table's rates, and its first or last value outside of them.
     """
     import numpy as np
 
     at_one = np.exp(np.interp(np.log(rate), np.log(DELTA_RATES), np.log(DELTA_BYTES[codec])))
-    return float(min(1.0, at_one / SIXTEEN_BITS * steps**DELTA_GROWTH))
+    return float(min(1.0, at_one / 2 * steps**DELTA_GROWTH))
 
 
 # --- roles: which computes on how many devices, by the preflight's placement
@@ -341,8 +338,8 @@ def plan(
             item = item_bytes(text_config(teacher), teacher.dtype)
             stages.append(stage(role, SCORE, share * shape_of(teacher).forward(total), item))
     factor = train_factor(config.trainer.activation_checkpointing, config.trainer.lora is not None)
-    item = SIXTEEN_BITS if in_bf16(deepspeed_config(config.trainer)) else 2 * SIXTEEN_BITS
-    stages.append(stage(TRAINER, TRAIN, factor * batch * student.forward(total), item))
+    flops = factor * batch * student.forward(total)
+    stages.append(stage(TRAINER, TRAIN, flops, published_item(config.trainer)))
     step = step_seconds(config, stages, roles) / calibration.overlap
     full, delta = version_bytes(config, student.parameters, calibration.delta)
     in_flight = generation.in_flight * roles[REPLICAS].processes * (by_student > 0)

@@ -11,9 +11,9 @@ from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from distill.planning import estimate
 from distill.planning.estimate import Calibration, Plan, Stage, find_roles, step_seconds
-from distill.planning.hardware import CPU, DEVICES, Device, core, device_here, device_named
+from distill.planning.hardware import CPU, DEVICES, Device, core, device_named, of_names
 from distill.planning.measured import Measured, calibrate, check_student_generates, measure
-from distill.preflight_checks.devices import Use, check_devices, gpus, uses, visible
+from distill.preflight_checks.devices import Use, check_devices, gpu_names, gpus, uses, visible
 from distill.preflight_checks.machine import GIB
 from distill.preflight_checks.objective import with_objective
 from distill.preflight_checks.placement import placed
@@ -94,11 +94,13 @@ def _place(config: RunConfig, name: str, where: Sequence[Process]) -> tuple[RunC
         gib = device.gib if device else min(known) / GIB
         config = config.with_(preflight={"gpu_gib": gib})
     gpu_uses = list(uses(config, visible(sizes), where))
-    if device is None and gpu_uses and (device := device_here()) is None:
-        raise ConfigError(
-            f"{gpu_uses[0].key} names GPUs and this machine has none: say which kind they are with --device "
-            f"({', '.join((*DEVICES, CPU))})"
-        )
+    if device is None and gpu_uses:
+        if not (names := gpu_names()):
+            raise ConfigError(
+                f"{gpu_uses[0].key} names GPUs and this machine has none: say which kind they are with "
+                f"--device ({', '.join((*DEVICES, CPU))})"
+            )
+        device = of_names(names)
     return config, device or core(), gpu_uses
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
-from distill.preflight_checks.devices import gpu_names
 from sync.base.errors import ConfigError
 
 
@@ -110,12 +109,6 @@ def device_named(name: str) -> Device:
     if name not in DEVICES:
         raise ConfigError(f"--device {name!r} is not known: choose one of {', '.join((*DEVICES, CPU))}")
     return DEVICES[name]
-
-
-def device_here() -> Device | None:
-    """The row of this machine's GPUs; None: it has none. Raises ConfigError for GPUs without a row."""
-    names = gpu_names()
-    return of_names(names) if names else None
 
 
 def of_names(names: Collection[str]) -> Device:

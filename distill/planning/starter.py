@@ -33,15 +33,8 @@ TABLES: Final = (".csv", ".tsv", ".parquet")
 DATA: Final = (*TABLES, ".json", ".jsonl", ".arrow")
 """Suffixes of files that are read as a dataset."""
 FIELDS: Final = (
-    "prompt",
-    "messages",
-    "conversations",
-    "question",
-    "problem",
-    "instruction",
-    "query",
-    "input",
-    "text",
+    *("prompt", "messages", "conversations", "question", "problem", "instruction", "query"),
+    *("input", "text"),
 )
 """Names under which rows hold prompts, the likeliest first."""
 SHARE: Final = 0.9

@@ -289,9 +289,8 @@ def environment_sources(config: RunConfig) -> dict[str, EnvironmentPrompts]:
 def makes_same_tokens(student: str, info: wire.EnvironmentInfo) -> Finding:
     """Whether it makes the student's tokens; `student`: fingerprint of the student's tokenizer."""
     parts = tokenizers.differing_parts(student, info.tokenizer_fingerprint)
-    figure = f"of {info.environment}"
     problem = f"different {', '.join(parts)}: start it from this run's configuration"
-    return Finding("same tokenizer", figure, problem if parts else None)
+    return _finding("same tokenizer", not parts, f"of {info.environment}", problem)
 
 
 def enough_tasks(config: RunConfig, name: str, info: wire.EnvironmentInfo) -> Finding:
@@ -310,10 +309,10 @@ def enough_tasks(config: RunConfig, name: str, info: wire.EnvironmentInfo) -> Fi
 
 def first_fits(prompts: Sequence[Prompt], limit: int) -> Finding:
     """Whether its first prompts leave room for an answer in an episode of `limit` tokens."""
-    longest_ = max((len(prompt.token_ids) for prompt in prompts), default=0)
+    longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
     problem = "no answer fits behind that: raise max_tokens of the environment, or max-model-len"
-    figure = f"up to {longest_} tokens of an episode of {limit}"
-    return Finding("first prompts", figure, problem if longest_ >= limit else None)
+    figure = f"up to {longest} tokens of an episode of {limit}"
+    return _finding("first prompts", longest < limit, figure, problem)
 
 
 async def with_first_prompts(

@@ -30,7 +30,7 @@ from distill.prompts.rows import (
     rows_of,
     unknown_id,
 )
-from distill.prompts.stream import Mixture, Prompt, PromptSource, by_weight, content_of
+from distill.prompts.stream import Mixture, Prompt, PromptSource, by_weight, content_of, held_out_of
 from distill.prompts.streaming import Starts, StreamSource, open_stream
 from distill.tasks import Task, TaskPrompt
 from sync.base.errors import ConfigError, DataError
@@ -39,8 +39,6 @@ from sync.base.own_code import own_code
 from sync.base.settings import ModelSource
 from sync.wire.checks import ANY_ID
 
-LARGEST_SHARE = 0.1
-"""Share of a table's rows that are held out at most."""
 NOTHING_HELD_OUT = (
     "no prompt can be held out for evaluation (at most a tenth of the different ones is): give 10 of them or "
     "more, or set evaluation = false"
@@ -277,7 +275,7 @@ def _open(
         name, count = prompts.environment, held_out_count
         train: PromptSource = EnvironmentSource(name, count)
         if prompts.tasks is not None:
-            count = min(count, int(prompts.tasks * LARGEST_SHARE))
+            count = held_out_of(prompts.tasks, count)
             train = CountedEnvironmentSource(name, count, prompts.tasks - count)
         held_out = [EnvironmentSource(name, 0)[task] for task in range(count)]
         return PromptSplit(train, held_out, None, by_environment=True)
@@ -299,7 +297,7 @@ def _open(
         kept_for=template if config.by_text else None,  # it is rendered again
     )
     if isinstance(prompts, DatasetPrompts) and prompts.stream_rows is not None:
-        stream, held_out = open_stream(prompts, reader, config.run.seed, held_out_count, LARGEST_SHARE)
+        stream, held_out = open_stream(prompts, reader, config.run.seed, held_out_count)
         split = PromptSplit(stream, held_out, rewards)
     else:
         table = TableSource(reader.prompts(rows_of(prompts)))
@@ -361,7 +359,7 @@ def split_table(
     the number of prompts."""
     prompts = table.distinct()
     order = np.random.default_rng(seed).permutation(len(prompts)).tolist()
-    count = min(held_out_count, int(len(prompts) * LARGEST_SHARE))
+    count = held_out_of(len(prompts), held_out_count)
     held_out = [table[prompts[place][0]] for place in sorted(order[:count])]
     train = sorted(row for place in order[count:] for row in prompts[place])
     notes = (

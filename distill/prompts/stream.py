@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
+LARGEST_SHARE: Final = 0.1
+"""Share of the different prompts that are held out at most."""
 DRAWS: Final = 1024
 """Random numbers of a mixture that are drawn at a time."""
 
@@ -42,6 +44,11 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
 def content_of(token_ids: Sequence[int] | np.ndarray) -> bytes:
     """Digest that two rows have in common which are one prompt, whatever their ids and answers."""
     return blake3(np.asarray(token_ids, "<i4").tobytes()).digest(16)
+
+
+def held_out_of(prompts: int, count: int) -> int:
+    """How many of so many different prompts are held out where `count` are asked for."""
+    return min(count, int(prompts * LARGEST_SHARE))
 
 
 def group_of(prompt: str) -> str:

@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from distill.config.prompts import DatasetPrompts
 from distill.prompts.rows import Row, RowReader, dataset_rows, open_dataset
-from distill.prompts.stream import Prompt, content_of
+from distill.prompts.stream import LARGEST_SHARE, Prompt, content_of, held_out_of
 from sync.base import durable
 from sync.base.decoding import json_decoder
 from sync.base.errors import ConfigError, DataError
@@ -78,13 +78,11 @@ def saved_starts(folder: Path) -> dict[str, Starts]:
 class StreamSource:
     """Endless prompts by index. Indices rise; one far from those before costs a new search for its block."""
 
-    def __init__(
-        self, config: DatasetPrompts, reader: RowReader, seed: int, held_out: frozenset[bytes]
-    ) -> None:
-        """`held_out`: `content_of` the prompts that no pass gives out."""
+    def __init__(self, config: DatasetPrompts, reader: RowReader, seed: int) -> None:
         assert config.stream_rows is not None, "a dataset without it is read whole"
-        self._config, self._reader, self._seed, self._held_out = config, reader, seed, held_out
-        self._size = config.stream_rows
+        self._config, self._reader, self._seed, self._size = config, reader, seed, config.stream_rows
+        self._held_out = frozenset[bytes]()
+        """`content_of` the prompts that no pass gives out."""
         self._blocks: dict[int, list[Prompt]] = {}
         self._first: dict[int, Prompt] = {}
         """Prompts that checks before and during a run sample, whatever its position."""
@@ -222,9 +220,9 @@ class StreamSource:
 
 
 def open_stream(
-    config: DatasetPrompts, reader: RowReader, seed: int, held_out_count: int, share: float
+    config: DatasetPrompts, reader: RowReader, seed: int, held_out_count: int
 ) -> tuple[StreamSource, list[Prompt]]:
-    """A stream, and prompts of its first rows, at most `share` of those, that it never gives out.
+    """A stream, and prompts of its first rows, at most LARGEST_SHARE of those, that it never gives out.
 
     Raises DataError for a dataset that cannot be read, ConfigError for one that may change before a resume.
     """
@@ -233,9 +231,10 @@ def open_stream(
             f"prompts.stream_rows streams {config.path!r} from the Hub, where its rows may change before a "
             "resume: name a commit in prompts.revision"
         )
-    first = list(islice(reader.usable(dataset_rows(config)), max(FIRST, math.ceil(held_out_count / share))))
+    count = max(FIRST, math.ceil(held_out_count / LARGEST_SHARE))
+    first = list(islice(reader.usable(dataset_rows(config)), count))
     prompts = [*{content_of(prompt.token_ids): prompt for _, prompt in reversed(first)}.values()][::-1]
     order = np.random.default_rng(seed).permutation(len(prompts))
-    held_out = [prompts[place] for place in sorted(order[: min(held_out_count, int(len(prompts) * share))])]
+    held_out = [prompts[place] for place in sorted(order[: held_out_of(len(prompts), held_out_count)])]
     fresh = replace(reader, read=0, dropped=Counter())
-    return StreamSource(config, fresh, seed, frozenset()).without(held_out), held_out
+    return StreamSource(config, fresh, seed).without(held_out), held_out

@@ -41,7 +41,7 @@ def dataset(tmp_path: Path) -> DatasetPrompts:
 
 
 def opened(config: DatasetPrompts, wanted: int = 0, seed: int = 1) -> tuple[StreamSource, list[Prompt]]:
-    return open_stream(config, RowReader(config, letters, 50), seed, wanted, share=0.1)
+    return open_stream(config, RowReader(config, letters, 50), seed, wanted)
 
 
 def going_on(source: Any, folder: Path) -> Any:
