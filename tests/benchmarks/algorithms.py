@@ -30,7 +30,6 @@ from transformers import AutoModelForCausalLM
 
 from distill import tasks
 from distill.config.loading import read
-from distill.metrics.results import read_run
 from distill.tasks.teaching import made_once
 from sync.base.settings import ModelSource
 from sync.base.tokenizers import load_tokenizer
@@ -131,8 +130,7 @@ def trial(run_dir: Path, tables: Figures, steps: int) -> Figures:
     """What a run had learned at each of its evaluations, and after how many tokens and seconds."""
     file = run_dir.with_suffix(".toml")
     file.write_text(tomli_w.dumps(tables))
-    run_steps(run_dir, (file, []), steps, [])
-    rows = read_run(run_dir).metrics
+    rows = run_steps(run_dir, (file, []), steps, []).metrics
     steps_done = {row["step"]: row for row in rows if "train/loss" in row}
     first, points = steps_done[1], []
     for row in rows:
