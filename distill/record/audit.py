@@ -114,19 +114,31 @@ _QUESTIONS: Final = {
         OR EXISTS (SELECT 1 FROM json_each(weights) AS equal WHERE equal.type = 'false')
         ORDER BY at, problem.key""",
     "wrong_generator": "SELECT id FROM rollout WHERE scored AND by_teacher <> for_teacher ORDER BY number",
+    "record_damaged": """
+        SELECT 'no start of a controller' WHERE NOT EXISTS (SELECT 1 FROM opening)
+            AND EXISTS (SELECT 1 FROM fact UNION ALL SELECT 1 FROM rollout) UNION ALL
+        SELECT printf('rollouts %d to %d', before + 1, number - 1) FROM (
+            SELECT number, lag(number, 1, -1) OVER (ORDER BY number) AS before FROM rollout
+            WHERE NOT continues)
+        WHERE number > before + 1 UNION ALL
+        SELECT printf('rollout %s of the batch of %s', rollout, version_name(lineage, step)) FROM member
+        WHERE rollout NOT IN (SELECT id FROM rollout_row) UNION ALL
+        SELECT printf('rollouts of the batch of %s', version_name(lineage, step)) FROM batch
+        WHERE members = '[]'""",
+    "ledger_damaged": """
+        SELECT printf('ledger of lineage %d begins at step %d from %s; on record is step %d from %s', lineage,
+            ledger.start, coalesce(version_name(ledger.from_lineage, ledger.from_step), 'the model folder'),
+            lineage.start,
+            coalesce(version_name(lineage.from_lineage, lineage.from_step), 'the model folder'))
+        FROM ledger JOIN lineage ON number = lineage WHERE ledger.start IS NOT NULL
+        AND (ledger.from_lineage, ledger.from_step, ledger.start)
+            IS NOT (lineage.from_lineage, lineage.from_step, lineage.start)
+        UNION ALL
+        SELECT DISTINCT printf('ledger of lineage %d: rank %d of a trainer with %d ranks', lineage, rank,
+            ranks)
+        FROM line JOIN lineage ON number = lineage WHERE rank >= ranks""",
 }
-"""What is asked for a violation, where it is one question: a row for each."""
-_GONE: Final = """
-    SELECT 'no start of a controller' WHERE NOT EXISTS (SELECT 1 FROM opening)
-        AND EXISTS (SELECT 1 FROM fact UNION ALL SELECT 1 FROM rollout) UNION ALL
-    SELECT printf('rollouts %d to %d', before + 1, number - 1) FROM (
-        SELECT number, lag(number, 1, -1) OVER (ORDER BY number) AS before FROM rollout WHERE NOT continues)
-    WHERE number > before + 1 UNION ALL
-    SELECT printf('rollout %s of the batch of %s', rollout, version_name(lineage, step)) FROM member
-    WHERE rollout NOT IN (SELECT id FROM rollout_row) UNION ALL
-    SELECT printf('rollouts of the batch of %s', version_name(lineage, step)) FROM batch
-    WHERE members = '[]'"""
-"""Rows that others count or name, and that are gone from the record."""
+"""What is asked for a violation: a row for each."""
 _CONTRADICTORY: Final = f"""
     SELECT printf('lineage %d begins from lineage %d', number, from_lineage) FROM lineage
         WHERE from_lineage >= number UNION ALL
@@ -137,16 +149,6 @@ _CONTRADICTORY: Final = f"""
     SELECT printf('half-life of the batch of %s: %g', version_name(lineage, step), half_life) FROM batch
         WHERE half_life <= 0"""
 """Rows that nothing else can be asked of."""
-_LEDGER_ELSEWHERE: Final = """
-    SELECT printf('ledger of lineage %d begins at step %d from %s; on record is step %d from %s', lineage,
-        ledger.start, coalesce(version_name(ledger.from_lineage, ledger.from_step), 'the model folder'),
-        lineage.start, coalesce(version_name(lineage.from_lineage, lineage.from_step), 'the model folder'))
-    FROM ledger JOIN lineage ON number = lineage WHERE ledger.start IS NOT NULL
-    AND (ledger.from_lineage, ledger.from_step, ledger.start)
-        IS NOT (lineage.from_lineage, lineage.from_step, lineage.start)
-    UNION ALL
-    SELECT DISTINCT printf('ledger of lineage %d: rank %d of a trainer with %d ranks', lineage, rank, ranks)
-    FROM line JOIN lineage ON number = lineage WHERE rank >= ranks"""
 _NEWEST_CHECKPOINT: Final = """
     SELECT lineage, step FROM (SELECT at, lineage, step FROM checkpoint UNION ALL
         SELECT at, lineage, step FROM rolled_back UNION ALL
@@ -206,44 +208,40 @@ def audit(run_dir: Path) -> AuditReport:
             tables.execute("BEGIN")  # one moment of a run that goes on
             damage = [line for (line,) in tables.execute("PRAGMA integrity_check") if line != "ok"]
             damage = damage or [line for (line,) in tables.execute(_CONTRADICTORY)]
-            unreadable = [] if damage else _unreadable(run_dir, tables)
-            return audit_of(tables, before, partial(read, folder), run_dir / CHECKPOINTS, damage, unreadable)
+            if not damage:
+                unreadable = _unreadable(run_dir, tables)
+                return audit_of(tables, before, partial(read, folder), run_dir / CHECKPOINTS, unreadable)
     except (DataError, sqlite3.DatabaseError) as error:  # the second: of a value that cannot be asked about
-        return audit_of(None, before, partial(read, folder), damage=[str(error)])
+        damage = [str(error)]
+    entries = {"record_damaged": damage, "ledger_damaged": _damage(read(folder))}
+    return AuditReport(violations={name: lines for name, lines in entries.items() if lines})
 
 
 def audit_of(
-    tables: sqlite3.Connection | None,
+    tables: sqlite3.Connection,
     before: Ledger,
     after: Callable[[], Ledger],
     checkpoints: Path | None = None,
-    damage: Sequence[str] = (),
     unreadable: Sequence[str] = (),
 ) -> AuditReport:
     """Audit a record, and ledgers that were read `before` it and are `after` it.
 
-    `tables`: None, or with `damage`, where the record cannot be asked. `unreadable`: its arrays that are
-    not what was written.
+    `unreadable`: its arrays that are not what was written.
     """
     report, late = AuditReport(), after()
 
     def rows(question: str) -> list[Any]:
-        assert tables is not None
         return [row[0] if len(row) == 1 else row for row in tables.execute(question)]
 
-    entries = {"record_damaged": [*damage]}
-    entries["ledger_damaged"] = [line for lineage in late.values() for line in lineage.damage]
-    if tables is None or entries["record_damaged"]:
-        report.violations = {name: lines for name, lines in entries.items() if lines}
-        return report
     add_ledgers(tables, before, late)
     tables.execute("CREATE TEMP TABLE aged AS SELECT * FROM trained_age")
-    entries["record_damaged"] = [*unreadable, *rows(_GONE)]
-    entries["ledger_damaged"] += rows(_LEDGER_ELSEWHERE)
-    run_id = next(iter(rows("SELECT id FROM opening ORDER BY at DESC LIMIT 1")), None)
-    saved = [Version(*version) for version in rows(_NEWEST_CHECKPOINT) if version[0] is not None]
-    entries["checkpoint_missing"] = [*_checkpoint_missing(checkpoints, run_id, *saved)] if checkpoints else []
-    entries |= {name: rows(question) for name, question in _QUESTIONS.items()}
+    entries = {"record_damaged": [*unreadable], "ledger_damaged": _damage(late)}
+    if checkpoints:
+        run_id = next(iter(rows("SELECT id FROM opening ORDER BY at DESC LIMIT 1")), None)
+        saved = [Version(*version) for version in rows(_NEWEST_CHECKPOINT) if version[0] is not None]
+        entries["checkpoint_missing"] = [*_checkpoint_missing(checkpoints, run_id, *saved)]
+    for name, question in _QUESTIONS.items():
+        entries[name] = entries.get(name, []) + rows(question)
     report.violations = {name: entries[name] for name in VIOLATIONS if entries.get(name)}
     for figure, question in _FIGURES.items():
         setattr(report, figure, rows(question)[0] or 0)
@@ -254,6 +252,10 @@ def audit_of(
     same, other = repeated(dict(before))
     report.again, report.differing = len(same) + len(other), [str(version) for version in other]
     return report
+
+
+def _damage(ledger: Ledger) -> list[str]:
+    return [line for lineage in ledger.values() for line in lineage.damage]
 
 
 def _unreadable(run_dir: Path, tables: sqlite3.Connection) -> list[str]:

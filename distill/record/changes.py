@@ -13,12 +13,7 @@ import msgspec
 
 from distill.buffer import Batch, Bound, Lineage
 from distill.prompts.stream import Cursor, Prompt, group_of
-from distill.record.rollout import (
-    SPENDS_ATTEMPT,
-    DropReason,
-    RequeueReason,
-    Rollout,
-)
+from distill.record.rollout import SPENDS_ATTEMPT, DropReason, RequeueReason, Rollout
 from distill.record.state import RECENT, Bisection, Counters, RunState
 from distill.record.store import Store
 from sync.base.decoding import json_decoder
@@ -210,21 +205,16 @@ class Dropped(Change, frozen=True):
                 tokens += scored.own_length
             elif state.pending.pop(rollout).by_teacher:
                 counters.by_teacher_tokens += self.tokens  # such are dropped one by one
-            if state.rules.group > 1:
-                _break_group(state, rollout)
+            if state.rules.group > 1:  # members that are not issued yet will be dropped with it
+                gone = state.broken.setdefault(group_of(rollout), set())
+                gone.add(rollout)
+                if len(gone) == state.rules.group:
+                    del state.broken[group_of(rollout)]
             sql = "UPDATE rollout_row SET reason = ?, detail = ?, admitted = NULL WHERE row = ?"
             store.execute(sql, self.reason, self.detail or None, state.where.pop(rollout).row)
         counters.generated_tokens += self.tokens
         counters.dropped[self.reason] += len(self.ids)
         counters.dropped_tokens[self.reason] += tokens
-
-
-def _break_group(state: RunState, rollout: str) -> None:
-    """A member of a group is gone; those that are not issued yet will be dropped with it."""
-    gone = state.broken.setdefault(group_of(rollout), set())
-    gone.add(rollout)
-    if len(gone) == state.rules.group:
-        del state.broken[group_of(rollout)]
 
 
 class BatchFormed(Change, frozen=True):
@@ -451,6 +441,6 @@ FACTS: Final[dict[str, Any]] = {
 """Fields of the state that are small facts (table `fact`), and their types."""
 
 
-def facts(state: RunState, at: int) -> dict[str, Any]:
+def facts(state: RunState) -> dict[str, Any]:
     """The small facts that a commit writes anew."""
-    return {"at": at} | {name: getattr(state, name) for name in FACTS}
+    return {name: getattr(state, name) for name in FACTS}

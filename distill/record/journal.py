@@ -17,6 +17,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,7 +56,7 @@ async def import_journal(run_dir: Path, rules: Rules, keep_checkpoints: int) -> 
         shutil.rmtree(path, ignore_errors=True)  # of an import that was ended
     logger.warning("%s holds a journal: the record is made from it, once", run_dir)
     store, state = Store(folder), RunState(rules)
-    store.facts = lambda: r.facts(state, store.at)
+    store.facts = partial(r.facts, state)
     try:
         for record in _records(run_dir / JOURNAL):
             await _write(record, state, store, keep_checkpoints)

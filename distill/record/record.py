@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -37,10 +37,10 @@ class Record:
         if store.at != start.at:
             raise other_controller(store.folder)
         self.store, self.state = store, start.state
-        store.facts = lambda: facts(self.state, store.at)
+        store.facts = partial(facts, start.state)
         self._prompts = prompts
         self._events, self._admitted = events or Events(), asyncio.Event()
-        prompts.cursor = start.cursor
+        prompts.cursor = start.state.cursor
         self.write(start.opening)
         self._drop_broken()
 

@@ -23,7 +23,7 @@ from distill.buffer import Rules, rules
 from distill.config import RunConfig
 from distill.metrics.results import Earlier, earlier_starts
 from distill.prompts.sources import PromptSplit
-from distill.prompts.stream import Cursor, PromptStream
+from distill.prompts.stream import PromptStream
 from distill.prompts.streaming import Starts, saved_starts
 from distill.record.changes import Opened
 from distill.record.configuration import content, record_of, resumed
@@ -110,22 +110,8 @@ class Resume:
     formats: Mapping[str, int]
     """Format by source, of those that were read."""
 
-    @property
-    def cursor(self) -> Cursor:
-        """Of the next prompt that is issued."""
-        return self.state.cursor
 
-    @property
-    def target(self) -> Version | None:
-        """What replicas follow until the trainer publishes; None: the model folder, or a broadcast."""
-        return self.state.target.version if self.state.target else None
-
-
-def resume(
-    folder: Path,
-    start: Start,
-    connection: sqlite3.Connection | None = None,
-) -> Resume:
+def resume(folder: Path, start: Start, connection: sqlite3.Connection | None = None) -> Resume:
     """What `start` goes on from in a run's folder; changes nothing.
 
     `connection`: of run.db, where it is open already.
@@ -213,8 +199,9 @@ def lines(goes_on: Resume) -> Iterator[str]:
     )
     waiting = len(state.buffer)
     yield f"prompts that are generated again: {len(state.pending)}; scored rollouts that wait: {waiting}"
-    cursor = goes_on.cursor
+    cursor = state.cursor
     yield f"next prompt: epoch {cursor.epoch}, position {cursor.position}; seed {goes_on.opening.seed}"
-    yield f"replicas serve {goes_on.target or 'the model folder'} until the trainer publishes"
+    target = state.target.version if state.target else "the model folder"
+    yield f"replicas serve {target} until the trainer publishes"
     yield f"files of arrays that are read: {len(state.files)}"
     yield "formats: " + ", ".join(f"{source} {number}" for source, number in goes_on.formats.items())

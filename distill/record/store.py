@@ -130,7 +130,7 @@ class Store:
         self.folder, self._fsync = folder, fsync
         self._file_bytes, self._retry_seconds, self._write = file_bytes, retry_seconds, write
         self.facts: Callable[[], dict[str, Any]] = dict
-        """The small facts that a commit writes anew."""
+        """The small facts that a commit writes anew, beside the number of the newest change."""
         self._items: list[Statement] = []
         self._changed = False  # something was added that no commit has taken
         self._arrays: list[tuple[Rollout, Location]] = []
@@ -143,7 +143,7 @@ class Store:
         self.file = max((int(path.stem) for path in (folder / "arrays").glob("*.bin")), default=-1) + 1
         """Number of the newest file of arrays: what is not committed yet will be in this one or a newer."""
         self._file, self._size = -1, 0
-        self._reader = reader(folder)
+        self.read = reader(folder)
         path = folder / RECORD
         self.connection = sqlite3.connect(path, BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         with _readable(path):
@@ -207,7 +207,7 @@ class Store:
         """
         forced = self._fsync == "always" or (durable and self._fsync == "batch")
         if self._changed or (forced and self._unsynced):
-            for key, value in self.facts().items():
+            for key, value in {"at": self.at, **self.facts()}.items():
                 self.execute(_FACT, key, msgspec.json.encode(value).decode())
             self._lists.append((self._items, self._arrays))
             self._items, self._arrays, self._changed = [], [], False
@@ -219,14 +219,9 @@ class Store:
         while self._lists:
             await waits.for_space(waits.RECORD, what, flush, _is_full, self._retry_seconds)
 
-    async def free(self, needed: Collection[int], before: int) -> int:
-        """Remove the files of arrays older than file `before` that are not `needed`; how many."""
-        return await asyncio.get_running_loop().run_in_executor(self._writer, self._free, needed, before)
-
-    def read(self, location: Location) -> Rollout:
-        """A committed rollout with its arrays, or its prompt. Raises DataError where the file is missing or
-        damaged."""
-        return self._reader(location)
+    async def free(self, needed: Collection[int], before: int) -> None:
+        """Remove the files of arrays older than file `before` that are not `needed`."""
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._free, needed, before)
 
     async def copy(self) -> BinaryIO:
         """A copy of run.db as of the last commit; it has no name. Commits wait meanwhile.
@@ -329,12 +324,10 @@ class Store:
                 ) from None
             return open(file.name, "rb")
 
-    def _free(self, needed: Collection[int], before: int) -> int:
-        files = {int(path.stem): path for path in (self.folder / "arrays").glob("*.bin")}
-        unneeded = [path for file, path in files.items() if file < before and file not in needed]
-        for path in unneeded:
-            path.unlink()
-        return len(unneeded)
+    def _free(self, needed: Collection[int], before: int) -> None:
+        for path in (self.folder / "arrays").glob("*.bin"):
+            if int(path.stem) < before and int(path.stem) not in needed:
+                path.unlink()
 
 
 def _bound(statement: Statement) -> tuple[Any, ...]:
