@@ -28,7 +28,7 @@ import numpy as np
 from distill import guardian
 from distill.aio import cancel
 from distill.prompts.reward_worker import Outcome, Task, framed
-from distill.prompts.rewards import Reward, RewardSource
+from distill.prompts.rewards import Completion, Reward, RewardSource
 from distill.prompts.stream import Prompt
 from sync.base.decoding import msgpack_decoder
 from sync.base.errors import ConfigError, DataError, how_it_ended
@@ -118,7 +118,7 @@ class _Worker:
 @dataclass
 class _Job:
     prompt: Prompt
-    ids: list[int]
+    completion: Completion
     reward: asyncio.Future[Reward]
     task: msgspec.Raw = field(default_factory=msgspec.Raw)
     """Encoded, from the time at which a worker's task has it."""
@@ -126,7 +126,8 @@ class _Job:
     """How the worker ended that had it."""
 
     def __str__(self) -> str:
-        return f"prompt {self.prompt.id}, completion of {len(self.ids)} tokens"
+        unit = "characters" if isinstance(self.completion, str) else "tokens"
+        return f"prompt {self.prompt.id}, completion of {len(self.completion)} {unit}"
 
     def end(self, outcome: Reward | Exception) -> None:
         """Give it its reward, or what it fails with, unless nobody waits for it any more."""
@@ -156,10 +157,12 @@ class RewardPool:
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         self._serving: list[asyncio.Task[None]] = []
 
-    async def reward(self, prompt: Prompt, token_ids: Sequence[int] | np.ndarray) -> Reward:
-        """Reward of a completion. Raises DataError when its function fails or takes too long."""
+    async def reward(self, prompt: Prompt, completion: Sequence[int] | np.ndarray | str) -> Reward:
+        """Reward of a completion, in tokens or as the function gets it. Raises DataError when its function
+        fails or takes too long."""
         reward = asyncio.get_running_loop().create_future()
-        self._jobs.put_nowait(_Job(prompt, np.asarray(token_ids).tolist(), reward))
+        said: Completion = completion if isinstance(completion, str) else np.asarray(completion).tolist()
+        self._jobs.put_nowait(_Job(prompt, said, reward))
         if not self._serving or (self._jobs.qsize() > BATCH and len(self._serving) < MOST_WORKERS):
             self._serving.append(asyncio.create_task(self._serve(), name="rewards"))
         return await reward
@@ -168,16 +171,14 @@ class RewardPool:
         """Try the function on an empty completion and on the reference answer, in an event loop of its own;
         what it gave, in words. Raises ConfigError when it fails; a signal ends it at once. The pool is of no
         further use."""
-        stop = list[Callable[[], object]]()
-        texts = ["", prompt.answer or "1"]
-        self._source = self._source._replace(read=lambda _, ids: texts[len(ids)])
+        stop, texts = list[Callable[[], object]](), ["", prompt.answer or "1"]
 
         async def tried() -> list[Reward]:
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
             assert task is not None, "this is one"
             stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
             try:
-                return [await self.reward(prompt, [0] * place) for place in range(len(texts))]
+                return [await self.reward(prompt, text) for text in texts]
             finally:
                 stop.clear()
                 await self.close()
@@ -282,7 +283,10 @@ class RewardPool:
             if job.reward.done():  # cancelled
                 continue
             try:
-                task = Task(job.prompt, self._source.read(job.prompt, job.ids))
+                read = job.completion
+                if not isinstance(read, str):
+                    read = self._source.read(job.prompt, read)
+                task = Task(job.prompt, read)
                 job.task = msgspec.Raw(_encoder.encode(task))
                 encoded.append(job)
             except Exception as error:  # noqa: BLE001 - of a tokenizer, or a text that UTF-8 does not hold
