@@ -537,14 +537,14 @@ def samples(
     """
     from distill.metrics import samples as of
 
-    console, decoder = Console(), of.Decoder(run_dir)
+    console, decode = Console(), of.decoder(run_dir)
     if order == "quarantined":
         texts = [
-            of.shown_quarantined(completion, decoder)
+            of.shown_quarantined(completion, decode)
             for completion in of.read_quarantine(run_dir)[: -count - 1 : -1]
         ]
     else:
-        texts = [of.shown(sample, decoder) for sample in of.choose(of.read_samples(run_dir), order, count)]
+        texts = [of.shown(sample, decode) for sample in of.choose(of.read_samples(run_dir), order, count)]
     for text in texts:
         console.print(text, end="\n\n", soft_wrap=True)
 

@@ -135,17 +135,15 @@ def front_matter(config: RunConfig, adapter: bool) -> dict[str, Any]:
     sources = sources_of(config.prompts).values()
     names = {source.path for source in sources if isinstance(source, DatasetPrompts)}
     datasets = sorted(name for name in names if not Path(name).exists())
+    taught = ["distillation", "on-policy-distillation"]
+    methods = taught if config.teachers else ["reinforcement-learning"]
     return {
         **fields,
         **({"datasets": datasets} if datasets else {}),
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": [*_tags(config), "onpolicy-distill", *(["lora"] * adapter)],
+        "tags": [*methods, "onpolicy-distill", *(["lora"] * adapter)],
     }
-
-
-def _tags(config: RunConfig) -> list[str]:
-    return ["distillation", "on-policy-distillation"] if config.teachers else ["reinforcement-learning"]
 
 
 def _student_card(student: ModelSource) -> dict[str, Any]:

@@ -150,11 +150,7 @@ HELD_OUT: Final = (
     ("reward", "reward", ".3f"),
 )
 """Title, figure of an evaluation, form."""
-SETS: Final = (
-    ("pass@1", "pass_at_1", ".1%"),
-    ("avg@k", "average", ".3f"),
-    ("maj@k", "majority", ".1%"),
-)
+SETS: Final = (("pass@1", "pass_at_1", ".1%"), ("avg@k", "average", ".3f"), ("maj@k", "majority", ".1%"))
 """Title, figure of a named set, form of its value."""
 BEHAVIOUR: Final = (
     ("end", "behaviour.ended", ".1%"),

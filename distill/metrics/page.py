@@ -21,7 +21,7 @@ from distill.evaluation.completions import TEACHER, file_of
 from distill.metrics.card import facts
 from distill.metrics.names import BEHAVIOUR, HELD_OUT, SETS
 from distill.metrics.results import Row, Run, read_run
-from distill.metrics.samples import Decoder, figures, read_samples, shaded
+from distill.metrics.samples import decoder, figures, read_samples, shaded
 from distill.metrics.summary import before_and_after, longest_waits, use_of_tokens
 from distill.metrics.timeline import Span
 from sync.base.errors import ConfigError
@@ -172,7 +172,7 @@ def _samples(run: Run) -> Iterable[str]:
     if not (samples := read_samples(run.folder)):
         return
     try:
-        decoder = Decoder(run.folder)
+        decode = decoder(run.folder)
     except ConfigError as error:
         yield f"<p>samples cannot be shown as text: {escape(str(error))}</p>"
         return
@@ -182,7 +182,7 @@ def _samples(run: Run) -> Iterable[str]:
     for version in dict.fromkeys([samples[0].version, samples[-1].version]):
         for sample in [shown for shown in samples if shown.version == version][:MOST_SAMPLES]:
             head = escape(f"{sample.version}  {sample.id}  {figures(sample)}")
-            prompt, tokens = escape(decoder.text(sample.prompt)), shaded(sample, decoder)
+            prompt, tokens = escape(decode(sample.prompt)), shaded(sample, decode)
             blocks = {"figures": head, "prompt": prompt, "tokens": tokens}
             inner = "".join(f"<div class={name}>{text}</div>" for name, text in blocks.items())
             yield f"<div class=sample>{inner}</div>"

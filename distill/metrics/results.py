@@ -135,25 +135,11 @@ def read_summary(folder: Path) -> Row:
         raise DataError(f"{path}: {error}; the file was altered: remove it, or restore it") from None
 
 
-def earlier_seconds(folder: Path) -> dict[str, Any]:
-    """`Timeline.figures` of a run's starts until now, up to their last step; empty before there was one."""
-    rows = [line for line in read_lines(folder / "metrics.jsonl", MetricsRow) if RUN_SECONDS in line]
-    seconds: dict[str, Any] = {}
-    for name, value in (rows[-1] if rows else {}).items():
-        section, *places = name.split("/")
-        if section == "perf" and (len(places) > 1 or name == RUN_SECONDS):
-            inner = seconds
-            for place in places[:-1]:
-                inner = inner.setdefault(place, {})
-            inner[places[-1]] = value
-    return seconds
-
-
 class Earlier(NamedTuple):
     """The time that a run's starts have taken until now."""
 
     figures: Mapping[str, Any] = MappingProxyType({})
-    """`Timeline.figures`"""
+    """`Timeline.figures`, up to their last step; empty before there was one"""
     seconds: float = 0.0
     """in all"""
 
@@ -161,10 +147,19 @@ class Earlier(NamedTuple):
 def earlier_starts(folder: Path) -> Earlier:
     """None of it is needed to resume: where files were altered, the next start counts alone, and says so."""
     try:
-        figures, summary = earlier_seconds(folder), read_summary(folder)
+        lines, summary = read_lines(folder / "metrics.jsonl", MetricsRow), read_summary(folder)
     except DataError as error:
         log.warning("%s; the seconds of earlier starts are left out", error)
         return Earlier()
+    figures: dict[str, Any] = {}
+    newest = next((line for line in reversed(lines) if RUN_SECONDS in line), {})
+    for name, value in newest.items():
+        section, *places = name.split("/")
+        if section == "perf" and (len(places) > 1 or name == RUN_SECONDS):
+            inner = figures
+            for place in places[:-1]:
+                inner = inner.setdefault(place, {})
+            inner[places[-1]] = value
     run_seconds: float = figures.get("run_seconds", 0.0)  # a start that was killed wrote no summary
     return Earlier(figures, max(run_seconds, (summary.get("seconds") or {}).get("total") or 0.0))
 

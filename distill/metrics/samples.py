@@ -3,7 +3,7 @@ samples`, which prints them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from sync.base.jsonl import JsonLines, read_lines
 from sync.base.tokenizers import load_tokenizer
 from sync.wire import Array, unpack
 
+Decode = Callable[[list[int]], str]  # token ids of a run as text
 SAMPLES, QUARANTINE = "samples.jsonl", "quarantine.jsonl"
 SHADES = ((4.0, "white on red3"), (2.0, "black on dark_orange"), (1.0, "black on khaki1"), (0.5, "khaki3"))
 """Styles of a token by log μ − log q, from this value in nats on."""
@@ -161,29 +162,20 @@ def choose(samples: Sequence[Sample], order: str, count: int) -> list[Sample]:
     return sorted(among, key=keys.get(order, lambda sample: sample.version), reverse=True)[:count]
 
 
-class Decoder:
-    """Token ids of a run as text, by the student's tokenizer."""
-
-    def __init__(self, run_dir: Path) -> None:
-        """Raises ConfigError for a folder that is no run, and without a tokenizer."""
-        self._tokenizer = load_tokenizer(load_run_dir(run_dir).student)
-
-    def text(self, tokens: Iterable[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens)))
-
-    def pieces(self, tokens: Iterable[int]) -> list[str]:
-        """The text of each token by itself."""
-        return [str(self._tokenizer.decode([token])) for token in tokens]
+def decoder(run_dir: Path) -> Decode:
+    """By the student's tokenizer. Raises ConfigError for a folder that is no run, and without a tokenizer."""
+    decode: Decode = load_tokenizer(load_run_dir(run_dir).student).decode
+    return decode
 
 
-def shown(sample: Sample, decoder: Decoder) -> Text:
+def shown(sample: Sample, decode: Decode) -> Text:
     """One sample for a terminal: a line of figures, the prompt, the completion with a colour per token.
 
     Of an episode, each part begins on a line of its own with who said it.
     """
     line = Text(f"{sample.version}  {sample.id}  {figures(sample)}\n", style="bold")
-    line.append(f"{decoder.text(sample.prompt)}\n", style="dim")
-    for number, (text, tokens) in enumerate(_parts(sample, decoder)):
+    line.append(f"{decode(sample.prompt)}\n", style="dim")
+    for number, (text, tokens) in enumerate(_parts(sample, decode)):
         if sample.own:
             who = "student" if text is None else "environment"
             line.append("\n" * (number > 0) + f"{who}: ", style="bold dim")
@@ -193,24 +185,25 @@ def shown(sample: Sample, decoder: Decoder) -> Text:
     return line
 
 
-def _parts(sample: Sample, decoder: Decoder) -> Iterator[tuple[str | None, list[tuple[str, float]]]]:
+def _parts(sample: Sample, decode: Decode) -> Iterator[tuple[str | None, list[tuple[str, float]]]]:
     """Of each part the text, where an environment wrote it; else None, and each token with its excess."""
     for start, end, environment in sample.parts:
         tokens = sample.tokens[start:end]
         if environment:
-            yield decoder.text(tokens), []
+            yield decode(tokens), []
         else:
-            yield None, [*zip(decoder.pieces(tokens), sample.excess[start:end], strict=True)]
+            pieces = (decode([token]) for token in tokens)
+            yield None, [*zip(pieces, sample.excess[start:end], strict=True)]
 
 
-def shown_quarantined(completion: Quarantine, decoder: Decoder) -> Text:
+def shown_quarantined(completion: Quarantine, decode: Decode) -> Text:
     """One quarantined completion for a terminal: a line with the reason, the prompt, the completion."""
     line = Text(f"{completion.id}  {completion.reason}: {completion.detail}\n", style="bold")
-    line.append(f"{decoder.text(completion.prompt)}\n", style="dim")
-    return line.append(decoder.text(completion.tokens))
+    line.append(f"{decode(completion.prompt)}\n", style="dim")
+    return line.append(decode(completion.tokens))
 
 
-def shaded(sample: Sample, decoder: Decoder) -> str:
+def shaded(sample: Sample, decode: Decode) -> str:
     """The completion as HTML: each token shaded by log μ − log q, what environments wrote in grey."""
 
     def token(piece: str, nats: float) -> str:
@@ -221,7 +214,7 @@ def shaded(sample: Sample, decoder: Decoder) -> str:
     grey = '<span title="environment" style="color:#7b8794">{}</span>'
     return "".join(
         "".join(token(*pair) for pair in tokens) if text is None else grey.format(escape(text))
-        for text, tokens in _parts(sample, decoder)
+        for text, tokens in _parts(sample, decode)
     )
 
 

@@ -112,16 +112,16 @@ class Wandb:
     def _log_samples(self) -> None:
         import wandb
 
-        from distill.metrics.samples import Decoder, read_samples, shaded
+        from distill.metrics.samples import decoder, read_samples, shaded
 
         if samples := read_samples(self._run_dir)[-TABLE_ROWS:]:
-            decoder = Decoder(self._run_dir)
+            decode = decoder(self._run_dir)
             columns = ["version", "age", "reward", "reverse_kl"]
             table = wandb.Table([*columns, "prompt", "completion", "by_token"])
             for sample in samples:
-                texts = [decoder.text(sample.prompt), decoder.text(sample.tokens)]
+                texts = [decode(sample.prompt), decode(sample.tokens)]
                 figures = [getattr(sample, column) for column in columns]
-                table.add_data(*figures, *texts, wandb.Html(shaded(sample, decoder)))
+                table.add_data(*figures, *texts, wandb.Html(shaded(sample, decode)))
             self._run.log({"samples": table})
 
     def _log_report(self) -> None:

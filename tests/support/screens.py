@@ -21,7 +21,7 @@ from distill.cli.main import app
 from distill.metrics.console import Logged, Shown, evaluation_line, panel
 from distill.metrics.page import REPORT, write_page
 from distill.metrics.results import read_run
-from distill.metrics.samples import Decoder, choose, read_samples, shown
+from distill.metrics.samples import choose, decoder, read_samples, shown
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs/images"
@@ -56,9 +56,9 @@ def said(*words: str) -> Text:
 
 def samples(run_dir: Path) -> Text:
     """Three of the first batch, the worst first."""
-    found, decoder = read_samples(run_dir), Decoder(run_dir)
+    found, decode = read_samples(run_dir), decoder(run_dir)
     first = [one for one in found if one.version == found[0].version]
-    return Text("\n\n").join(shown(one, decoder) for one in choose(first, "worst", 3))
+    return Text("\n\n").join(shown(one, decode) for one in choose(first, "worst", 3))
 
 
 def save(name: str, what: RenderableType) -> None:

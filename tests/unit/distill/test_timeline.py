@@ -10,7 +10,7 @@ from in_memory import MemoryTrainer
 from started import killed_after, to_the_end
 
 from distill.interfaces import Hooks
-from distill.metrics.results import earlier_seconds
+from distill.metrics.results import earlier_starts
 from distill.metrics.timeline import Span, Timeline
 from distill.metrics.trackers import MetricsFile, log_all
 from distill.waits import Wait, Waits
@@ -145,13 +145,13 @@ def test_seconds_of_earlier_starts_are_added_name_by_name() -> None:
 
 
 async def test_a_run_that_was_killed_and_resumed_counts_the_time_of_both_starts(controller, tmp_path) -> None:
-    assert earlier_seconds(tmp_path) == {}
+    assert earlier_starts(tmp_path).figures == {}
     lines = MetricsFile(tmp_path / "metrics.jsonl")
     first = controller(None, Hooks(step=lambda version, figures: log_all([lines], version, figures)))
     trainer = MemoryTrainer(first.session, step_seconds=0.05, checkpoint_every=1)
     await killed_after(4, first, trainer)
     lines.close()
-    earlier = earlier_seconds(tmp_path)
+    earlier = earlier_starts(tmp_path).figures
     assert earlier["busy_seconds"]["trainer"] >= 0.149
     assert earlier.keys() == {"run_seconds", "busy_seconds", "idle_seconds", "waited_seconds"}
 
