@@ -61,7 +61,7 @@ async def _compared(pool: ReplicaPool, replica: Replica, final: FinalDigests, de
         if replica.phase is Phase.SERVING:
             try:
                 if replica.version != final.version:
-                    await pool.update(replica, pool.request_for(final.version))
+                    await pool.update(replica, final.version)
                 state = await replica.engine.state(digests=True)
                 if state.version == final.version:
                     return state.digests == final.digests

@@ -29,7 +29,7 @@ import sys
 import termios
 import time
 from collections.abc import Collection
-from typing import Final, NoReturn
+from typing import Final
 
 import psutil
 
@@ -75,18 +75,13 @@ def spawn(command: list[str]) -> int:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it was killed before the kernel was told
             os._exit(128 + signal.SIGKILL)
-        execute(command)
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            sys.stderr.write(f"{command[0]} cannot be started: {error.strerror}\n")
+            sys.stderr.flush()
+            os._exit(127)
     return child
-
-
-def execute(command: list[str]) -> NoReturn:
-    """Become `command`."""
-    try:
-        os.execvp(command[0], command)
-    except OSError as error:
-        sys.stderr.write(f"{command[0]} cannot be started: {error.strerror}\n")
-        sys.stderr.flush()
-        os._exit(127)
 
 
 def _watch(child: int, pipe: int, kill: bool) -> int:

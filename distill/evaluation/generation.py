@@ -47,7 +47,6 @@ from distill.prompts.reward_pool import RewardPool
 from distill.record.rollout import SPENDS_ATTEMPT, Rollout
 from distill.rollout.dispatcher import Dispatcher, Pin
 from distill.rollout.ends import Lost, Unneeded, Unusable
-from distill.rollout.hold import hold
 from distill.rollout.replica_pool import Replica, ReplicaPool
 from distill.rollout.validation import Validator
 from distill.scoring import ask, until_answered
@@ -124,7 +123,7 @@ class Generation:
 
         lost: Unreachable | None = None
         for _ in range(LOST_REPLICAS):
-            async with hold(self._pool, version, self._config.weights.timeout_seconds) as replica:
+            async with self._pool.hold(version, self._config.weights.timeout_seconds) as replica:
                 self._timeline.level(replica.name, "evaluate", 1)
                 try:
                     what = lambda: f"completions of {version}"  # noqa: E731

@@ -16,7 +16,7 @@ from typing import Final
 from distill.aio import cancel, until_stalled
 from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
 from sync.base.errors import DistillError, Overloaded, RemoteError, WireError
-from sync.wire import Audience, BroadcastTicket, Published, UpdateRequest
+from sync.wire import Audience, BroadcastTicket, Published, Version
 
 logger = logging.getLogger(__name__)
 MEMBER_SECONDS: Final = 8.0
@@ -52,7 +52,8 @@ class Broadcasts:
             member
             for member in self._pool.members()
             if member.phase is not Phase.ABSENT
-            and not (member.lost.is_set() or member.held or (member.refuses and now < member.rests_until))
+            and not (member.lost.is_set() or member.held)
+            and (member.refusal is None or now >= member.rests_until)
         ]
 
     def announce(self, published: Published, ending: bool = False) -> Audience:
@@ -76,8 +77,7 @@ class Broadcasts:
         ranks = itertools.accumulate((replica.workers for replica in live), initial=1)
         for rank, replica in zip(ranks, live, strict=False):
             ticket = BroadcastTicket(published.rendezvous, group, rank, size)
-            request = self._pool.request_for(published.version, ticket)
-            task = asyncio.create_task(self._receive(replica, request, self._lost))
+            task = asyncio.create_task(self._receive(replica, published.version, ticket, self._lost))
             self._receiving.add(task)
             task.add_done_callback(self._receiving.discard)
         return self._audience
@@ -92,7 +92,9 @@ class Broadcasts:
             raise RemoteError(f"broadcast {group} is over, the newest is {newest}: announce it again")
         return dict(self._lost)
 
-    async def _receive(self, replica: Replica, request: UpdateRequest, lost: dict[str, str]) -> None:
+    async def _receive(
+        self, replica: Replica, version: Version, ticket: BroadcastTicket, lost: dict[str, str]
+    ) -> None:
         """Have one member receive; a failure is noted in `lost` at once.
 
         One that a member refuses fails for all: that one, the first, rests before the next one.
@@ -101,9 +103,9 @@ class Broadcasts:
         try:
             if replica.held:  # since it was announced: it takes no update for the length of an evaluation
                 raise RemoteError(f"replica {replica.name} is held for an evaluation")
-            reply = await self._pool.update(replica, request)
+            reply = await self._pool.update(replica, version, ticket)
             if reply is None or not reply.bytes_read:
-                lost[replica.name] = f"it serves {request.version} already"
+                lost[replica.name] = f"it serves {version} already"
             self._pool.published()
         except DistillError as error:
             if isinstance(error, RemoteError) and not (lost or replica.held):

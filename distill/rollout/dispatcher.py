@@ -39,7 +39,7 @@ PauseReason = Literal["disk", "guard", "end"]  # a disk that is nearly full, bad
 class Pin(NamedTuple):
     """What a completion of an evaluation is tied to: it is on no record, and counts for no room."""
 
-    replica: Replica  # held at `version`: see hold.py
+    replica: Replica  # held at `version`: see ReplicaPool.hold
     version: Version  # of step 0 any lineage's, which is the model folder
     validator: Validator  # of its answers, with its sampling parameters
 
@@ -83,10 +83,6 @@ class _Request:
     pin: Pin | None  # of all its calls
     reason: RequeueReason = "replica_lost"  # why what is missing at the end was lost
     task: asyncio.Task[None] | None = None
-
-    def abort_if_left(self) -> None:
-        if self.task is not None and all(call.is_left for call in self.missing.values()):
-            self.task.cancel()
 
 
 class Dispatcher:
@@ -148,8 +144,9 @@ class Dispatcher:
         try:
             return await call.completed
         except asyncio.CancelledError:
-            if call.request is not None:
-                call.request.abort_if_left()
+            request = call.request
+            if request and request.task and all(call.is_left for call in request.missing.values()):
+                request.task.cancel()
             raise
 
     @property
@@ -298,7 +295,8 @@ class Dispatcher:
         if not self._pool.able():
             why = "; ".join(replica.condition for replica in members) or "there is no replica"
             return [replica.name for replica in members], why
-        if self._all_full():
+        size = self._config.request_size if self._prompts else 1
+        if all(each.in_flight + size > self._config.max_in_flight for each in self._pool.able()):
             limit = f"rollout.max_in_flight = {self._config.max_in_flight}"
             return [GENERATION], f"every replica has {limit} completions"
         if behind := [each for each in self._pool.serving() if newest and each.version != newest]:
@@ -306,10 +304,6 @@ class Dispatcher:
             return [replica.name for replica in behind], why
         why = f"{state.outstanding} rollouts are under way or buffered, the newest version is {newest}"
         return [TRAINER if newest is None or newest == state.reached else PUBLISHER], why
-
-    def _all_full(self) -> bool:
-        size = self._config.request_size if self._prompts else 1
-        return all(replica.in_flight + size > self._config.max_in_flight for replica in self._pool.able())
 
     async def _send(self, request: _Request) -> None:
         """One request from start to end; leaves in it what was not answered, and why."""

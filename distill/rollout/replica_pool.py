@@ -9,8 +9,14 @@ in flight and is sent nothing until it takes one. A lost one gives its unfinishe
 when it answers. One that generates no token of its work is lost too. One of another run is removed; the run
 ends when it has no other.
 
-`evaluation.replica` is a member that evaluations alone use: it follows no version, but is brought to the one
-that is evaluated (hold.py).
+An evaluation holds a replica at its version:
+
+    serving ─▶ held: it gets no new prompts and swaps no weights
+            ─▶ drained, if it must go back: completions never mix a version with an earlier one
+            ─▶ at the version, until the block ends ─▶ brought to the newest version ─▶ serving
+
+What it has in flight goes on beside the evaluation. The other replicas go on; with one replica rollouts wait.
+`evaluation.replica`, where there is one, is held instead of one that others need: it completes nothing else.
 """
 
 from __future__ import annotations
@@ -18,8 +24,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -29,7 +35,7 @@ from distill.events import Membership, Stalled, Stranded
 from distill.interfaces import Common
 from distill.record.changes import VersionApplied
 from distill.rollout.replica_client import ReplicaEngine
-from distill.waits import PUBLISHER, STORE
+from distill.waits import EVALUATION, GENERATION, PUBLISHER, STORE
 from sync.base.errors import DistillError, RemoteError, Unreachable, WireError, WrongServer
 from sync.base.retry import Backoff
 from sync.wire import BroadcastTicket, UpdateReply, UpdateRequest, Version, checks
@@ -65,9 +71,8 @@ class Replica:
         self.backoff = Backoff(1.0, 30.0)  # after requests that it refused
         self.rests_until = 0.0  # monotonic time before which it is sent nothing
         self.lost = asyncio.Event()
-        self.held = False  # out of dispatch for an evaluation; see hold.py
-        self.refuses = False  # its newest update: it is sent nothing until it takes one
-        self.refusal = ""  # why
+        self.held = False  # out of dispatch for an evaluation
+        self.refusal: str | None = None  # of its newest update: it is sent nothing until it takes one
         self.excluded = False  # it gave too many bad answers: it is sent nothing any more
         self.busy = asyncio.Lock()  # held during an update, and while the replica is held
         self.updating = False
@@ -80,11 +85,16 @@ class Replica:
     @property
     def condition(self) -> str:
         """It, and why it takes no requests, in words."""
-        refuses = f"refuses updates ({self.refusal})"
+        refuses = {f"refuses updates ({self.refusal})": self.refusal is not None}
         rests = {"refused a request and is asked again soon": self.rests_until > time.monotonic()}
-        states = {"is excluded": self.excluded, "is held": self.held, refuses: self.refuses, **rests}
+        states = {"is excluded": self.excluded, "is held": self.held, **refuses, **rests}
         phase = f"is {self.phase.value.replace('_', ' ')}"
         return f"{self.name} {next((words for words, holds in states.items() if holds), phase)}"
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it is neither held nor refuses updates."""
+        return not self.held and self.refusal is None
 
     async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
         """`work`, cancelled when the replica is lost first (Unreachable)."""
@@ -186,15 +196,10 @@ class ReplicaPool:
     def able(self) -> list[Replica]:
         """Those that take requests now, the least busy first: not held, refusing updates or at rest."""
         now = time.monotonic()
-        able = [
-            replica
-            for replica in self.serving()
-            if replica.rests_until <= now and not (replica.held or replica.refuses)
-        ]
+        able = [each for each in self.serving() if each.rests_until <= now and each.takes_work]
         return sorted(able, key=lambda replica: replica.in_flight)
 
-    def is_ahead(self, replica: Replica, version: Version) -> bool:
-        """Whether a replica holds a later version."""
+    def _is_ahead(self, replica: Replica, version: Version) -> bool:
         step_of = self._state.step_of
         return replica.version is not None and step_of(replica.version) > step_of(version)
 
@@ -309,7 +314,7 @@ class ReplicaPool:
                     state = await replica.engine.state()
                     replica.version, replica.workers = state.version, state.workers
                     replica.lost.clear()
-                    replica.refuses = False
+                    replica.refusal = None
                     replica.phase = Phase.CATCHING_UP
                     await self._catch_up(replica)
                     replica.phase = Phase.SERVING
@@ -328,7 +333,7 @@ class ReplicaPool:
     async def _catch_up(self, replica: Replica) -> None:
         while True:
             if (target := self._due(replica)) is not None:
-                await self.update(replica, self.request_for(target))
+                await self.update(replica, target)
                 continue
             version = replica.version
             stranded = version is None and self.newest_broadcast is not None
@@ -363,7 +368,7 @@ class ReplicaPool:
             target = self._due(replica)
             if target is not None:
                 try:
-                    await self.update(replica, self.request_for(target))
+                    await self.update(replica, target)
                     continue
                 except WrongServer:
                     raise
@@ -374,17 +379,11 @@ class ReplicaPool:
 
     def refused_update(self, replica: Replica, error: DistillError) -> None:
         """It stays at its version: send it nothing until an update succeeds."""
-        replica.refusal = str(error)
-        if not replica.refuses:
-            replica.refuses = True
+        known, replica.refusal = replica.refusal is not None, str(error)
+        if not known:
             stays = f"stays at {replica.version or 'the model folder'}"
             remedy = "gets no prompts until it takes the newest version: see its log, or restart it"
             self._events.emit(Membership(replica.name, f"{stays} and {remedy}; {error}"))
-
-    async def catch_up_once(self, replica: Replica) -> None:
-        """Bring a replica to the version that is the newest now, if it holds another."""
-        if (target := self._due(replica)) is not None:
-            await self.update(replica, self.request_for(target))
 
     async def _check(self, replica: Replica) -> None:
         """Raises Unreachable when it does not answer, or came back with other weights."""
@@ -394,30 +393,32 @@ class ReplicaPool:
                 told = f"it serves {state.version} and should serve {replica.version}: it restarted"
                 raise Unreachable(told)
 
-    def request_for(self, version: Version, broadcast: BroadcastTicket | None = None) -> UpdateRequest:
-        """The request that brings a replica to `version`, from the store or as member of a broadcast."""
-        return UpdateRequest(version, "keep" if self.keeps_cache else "recompute", broadcast)
-
-    async def update(self, replica: Replica, request: UpdateRequest) -> UpdateReply | None:
-        """Bring a replica to a version: what it cost; None: another task had done it."""
+    async def update(
+        self, replica: Replica, version: Version, ticket: BroadcastTicket | None = None
+    ) -> UpdateReply | None:
+        """Bring a replica to a version, from the store or as member of a broadcast: what it cost; None:
+        another task had done it."""
         async with replica.busy:
-            return await self.update_locked(replica, request)
+            return await self._update_locked(replica, version, ticket)
 
-    async def update_locked(self, replica: Replica, request: UpdateRequest) -> UpdateReply | None:
+    async def _update_locked(
+        self, replica: Replica, version: Version, ticket: BroadcastTicket | None = None
+    ) -> UpdateReply | None:
         """The same, by a task that holds `replica.busy`."""
-        if replica.version == request.version and request.broadcast is None:
+        if replica.version == version and ticket is None:
             return None
-        began, source = time.monotonic(), STORE if request.broadcast is None else PUBLISHER
+        request = UpdateRequest(version, "keep" if self.keeps_cache else "recompute", ticket)
+        began, source = time.monotonic(), STORE if ticket is None else PUBLISHER
         replica.updating = True
         try:
-            with waits.on(replica.name, source, lambda: f"it loads {request.version}"):
+            with waits.on(replica.name, source, lambda: f"it loads {version}"):
                 update = replica.engine.update(request, self._weights.timeout_seconds)
                 reply = await replica.unless_lost(update)
         finally:
             replica.updating = False
-        if problem := checks.same_version(reply, request.version):
+        if problem := checks.same_version(reply, version):
             raise WireError(f"its answer to an update cannot be used: {problem}")
-        replica.version, replica.refuses = reply.version, False
+        replica.version, replica.refusal = reply.version, None
         parts = reply.stage_seconds, reply.pause_seconds, reply.apply_seconds
         seconds = time.monotonic() - began
         self._events.emit(VersionApplied(replica.name, reply.version, reply.bytes_read, *parts, seconds))
@@ -429,3 +430,53 @@ class ReplicaPool:
         for task in replica.streams:
             task.cancel()
         self.changed.wake()
+
+    # --- held for an evaluation ---------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def hold(self, version: Version, seconds: float) -> AsyncIterator[Replica]:
+        """A serving replica that holds exactly `version`, or for step 0 the model folder, while the block
+        runs.
+
+        Raises Unreachable when none serves within `seconds`, or when it is lost before it is there;
+        RemoteError when the version cannot be loaded. The caller watches `Replica.lost`.
+        """
+        replica = await self._choose(version, seconds)
+        replica.held = True
+        try:
+            await replica.unless_lost(replica.busy.acquire())  # an update under way ends first
+            try:
+                if not (version.step == 0 and (replica.version is None or replica.version.step == 0)):
+                    await replica.unless_lost(self._bring(replica, version))
+                with waits.on(replica.name, EVALUATION, lambda: f"it is held at {version}"):
+                    yield replica
+            finally:
+                replica.busy.release()
+            with suppress(DistillError):  # its own task retries
+                if (target := self._due(replica)) is not None:
+                    await replica.unless_lost(self.update(replica, target))
+        finally:
+            replica.held = False
+            self.published()
+            self.changed.wake()
+
+    async def _choose(self, version: Version, seconds: float) -> Replica:
+        """The serving replica that need not go back, with the fewest completions in flight."""
+        loop, alone = asyncio.get_running_loop(), bool(self.members(for_evaluations=True))
+        deadline = loop.time() + seconds
+        while True:
+            if willing := [replica for replica in self.serving(alone) if replica.takes_work]:
+                return min(willing, key=lambda replica: (self._is_ahead(replica, version), replica.in_flight))
+            if (left := deadline - loop.time()) <= 0:
+                of = "evaluation.replica does not serve, which" if alone else "no replica serves that"
+                raise Unreachable(f"{of} could generate with {version}: see the logs of replicas")
+            state = lambda: "; ".join(replica.condition for replica in self.members(alone))  # noqa: E731
+            with waits.on(EVALUATION, "a replica", state, of=lambda: [*self.replicas], progress=version):
+                await self.changed.wait(min(left, self.retry_seconds))
+
+    async def _bring(self, replica: Replica, version: Version) -> None:
+        while replica.in_flight and self._is_ahead(replica, version):
+            old = lambda: f"{replica.in_flight} completions of {replica.version}"  # noqa: E731
+            with waits.on(EVALUATION, replica.name, old, of=lambda: [GENERATION], progress=replica.in_flight):
+                await self.changed.wait()
+        await self._update_locked(replica, version)

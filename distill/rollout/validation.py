@@ -12,17 +12,7 @@ import numpy as np
 
 from distill.config import RolloutConfig
 from distill.config.evaluation import EvaluationSet
-from sync.wire import (
-    Array,
-    Generated,
-    Routing,
-    Sampling,
-    Scored,
-    TeacherCompletion,
-    Want,
-    checks,
-    unpack,
-)
+from sync.wire import Array, Generated, Routing, Sampling, Scored, TeacherCompletion, Want, checks, unpack
 from sync.wire.checks import Problem
 
 LONGEST_PATTERN = 8  # tokens of a pattern whose repetition is looked for

@@ -25,7 +25,6 @@ from distill.metrics.timeline import Timeline
 from distill.record.changes import VersionApplied, VersionPublished
 from distill.record.state import RunState
 from distill.rollout.broadcasts import Broadcasts
-from distill.rollout.hold import hold
 from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
 from sync.base.errors import RemoteError, Unreachable
 from sync.wire import Audience, FinalDigests, Published, ReplicaState, UpdateReply, UpdateRequest, Version
@@ -128,14 +127,19 @@ async def test_a_late_joiner_is_brought_to_the_newest_version_first() -> None:
         ({"trainer": {"lr": 1e-3}, "weights": {"kv_on_swap": "keep"}}, True),
     ],
 )
-def test_the_cache_is_kept_where_that_changes_no_more_than_rounding(
+async def test_the_cache_is_kept_where_that_changes_no_more_than_rounding(
     settings: dict[str, dict[str, Any]], keeps: bool
 ) -> None:
+    class Updated(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            assert request.kv_on_swap == ("keep" if keeps else "recompute")
+            return await super().update(request, timeout)
+
     config = make_config(**settings)
     assert config.keeps_cache is config.subscriber("student-0").keeps_cache is keeps
     pool = World().pool
     pool.keeps_cache = config.keeps_cache
-    assert pool.request_for(Version(0, 1)).kv_on_swap == ("keep" if keeps else "recompute")
+    assert await pool.update(Replica("student-0", Updated()), Version(0, 1))
 
 
 async def test_every_replica_follows_at_its_own_pace_and_the_slowest_counts() -> None:
@@ -285,7 +289,7 @@ async def test_a_replica_that_is_held_for_an_evaluation_is_left_out_of_broadcast
         world.publish(Version(0, 1))
         await world.until(lambda: world.oldest() == Version(0, 1))
         announced = world.broadcast(2)  # and held before it begins to receive: it is a lost member at once
-        async with hold(world.pool, Version(0, 1), 10.0) as held:
+        async with world.pool.hold(Version(0, 1), 10.0) as held:
             await world.until(lambda: held.name in world.broadcasts.lost_members(announced.group))
             assert "held for an evaluation" in world.broadcasts.lost_members(announced.group)[held.name]
             assert world.broadcast(3).world_size == 2
@@ -705,7 +709,7 @@ async def test_a_held_replica_gets_no_prompts_and_keeps_its_version_while_the_ot
     async with world.running():
         world.publish(Version(0, 1))
         await world.until(lambda: len(world.applied) == 2)
-        async with hold(world.pool, Version(0, 1), 60.0) as held:
+        async with world.pool.hold(Version(0, 1), 60.0) as held:
             (other,) = [one for one in world.pool.serving() if one is not held]
             world.publish(Version(0, 2))
             await world.until(lambda: other.version == Version(0, 2))
@@ -730,12 +734,12 @@ async def test_a_replica_that_must_go_back_is_drained_before_and_one_that_need_n
         a.in_flight = b.in_flight = 0
         world.events.changed.wake()
         assert (await held).version == Version(0, 1)
-        async with hold(world.pool, Version(0, 2), 60.0) as one:
+        async with world.pool.hold(Version(0, 2), 60.0) as one:
             assert one.version == Version(0, 2)
 
 
 async def _held(world: World, version: Version) -> Replica:
-    async with hold(world.pool, version, 60.0) as replica:
+    async with world.pool.hold(version, 60.0) as replica:
         assert replica.version == version
         copy = Replica("copy", replica.engine)
         copy.version = replica.version
@@ -744,7 +748,7 @@ async def _held(world: World, version: Version) -> Replica:
 
 async def test_the_model_folder_stands_for_step_0_of_every_lineage() -> None:
     world = World(a=MemoryReplica())
-    async with world.running(1), hold(world.pool, Version(3, 0), 60.0) as held:
+    async with world.running(1), world.pool.hold(Version(3, 0), 60.0) as held:
         assert held.version is None
     assert world.applied == []
 
@@ -754,7 +758,7 @@ async def test_without_a_serving_replica_nothing_is_held_and_a_lost_one_is_repor
     world = World(a=engine)
     async with world.running():
         with pytest.raises(Unreachable, match="no replica serves that could generate with L000-v00000000"):
-            async with hold(world.pool, Version(0, 0), 5.0):
+            async with world.pool.hold(Version(0, 0), 5.0):
                 raise AssertionError
         engine.up = True
         world.publish(Version(0, 1))
@@ -773,7 +777,7 @@ async def test_without_a_serving_replica_nothing_is_held_and_a_lost_one_is_repor
 async def test_a_held_replica_is_stalled_when_it_has_something_to_generate_alone() -> None:
     world = World(stall_timeout_seconds=5.0, a=MemoryReplica())
     async with world.running(1):
-        async with hold(world.pool, Version(0, 0), 60.0) as held:
+        async with world.pool.hold(Version(0, 0), 60.0) as held:
             await asyncio.sleep(LONG)
             assert world.stalled == [], "an environment or a reward function may take that long"
             held.in_flight = held.evaluating = 1
@@ -792,7 +796,7 @@ async def test_a_replica_for_evaluations_alone_is_brought_to_their_versions_and_
         assert [replica.name for replica in world.pool.able()] == ["a"]
         assert world.broadcasts.listening(), "a broadcast waits for no replica of evaluations"
         for step in (1, 2):
-            async with hold(world.pool, Version(0, step), 60.0) as held:
+            async with world.pool.hold(Version(0, step), 60.0) as held:
                 assert (held.name, held.version) == ("own", Version(0, step))
         world.publish(Version(0, 3))
         await asyncio.sleep(LONG)
@@ -801,5 +805,5 @@ async def test_a_replica_for_evaluations_alone_is_brought_to_their_versions_and_
         own.up = False
         world.pool.report_lost(held)
         with pytest.raises(Unreachable, match=r"evaluation\.replica does not serve, which could generate"):
-            async with hold(world.pool, Version(0, 2), 5.0):
+            async with world.pool.hold(Version(0, 2), 5.0):
                 raise AssertionError

@@ -15,7 +15,6 @@ from in_memory import MemoryReplica, MemoryTrainer
 from distill.aio import cancel
 from distill.controller import Controller
 from distill.record.store import Store
-from distill.rollout.hold import hold
 from sync.base.errors import DistillError, RemoteError
 from sync.wire import Generated, GeneratePrompt, GenerateRequest, UpdateReply, UpdateRequest
 
@@ -58,7 +57,7 @@ async def trouble(run: Controller, name: str, engine: Troubled, kinds: tuple[str
             engine.die()
         if engine.is_ == "held" and (target := run.record.state.target):
             try:
-                async with hold(run.pool, target.version, 0.0):
+                async with run.pool.hold(target.version, 0.0):
                     await asyncio.sleep(seconds)
             except DistillError:
                 continue
@@ -155,7 +154,7 @@ async def test_steps_go_on_while_an_evaluation_holds_a_replica_with_long_complet
         assert run.record.state.target is not None
         for replica in replicas.values():
             replica.is_ = "long"
-        async with hold(run.pool, run.record.state.target.version, 10.0) as held:
+        async with run.pool.hold(run.record.state.target.version, 10.0) as held:
             for name in replicas.keys() - {held.name}:
                 replicas[name].is_ = "well"
             for _ in range(50):
