@@ -30,6 +30,7 @@ from distill.evaluation.generation import Generation
 from distill.evaluation.schedule import Evaluations
 from distill.events import ErrorBudget, Events
 from distill.interfaces import Common, Components, Hooks
+from distill.metrics.samples import Quarantine
 from distill.metrics.summary import Advice, digest_of_all, gauges, identity, of_evaluation, of_step, summarise
 from distill.metrics.timeline import TRAINER, Timeline
 from distill.record.changes import Checkpointed, Concluded, VersionApplied
@@ -114,7 +115,7 @@ class Controller:
     def _subscribe(self) -> None:
         """Which events are told to whom. events.py names the emitters."""
         on = self.events.on
-        on(events.Quarantined, self._hooks.quarantined)
+        on(Quarantine, self._hooks.quarantined)
         on(Batch, self._hooks.batch)
         on(events.ScoresUnneeded, lambda event: self.releases.put(event.rollouts))
         # the trainer: TrainerSession → ReplicaPool, Evaluations, Guard, launcher
@@ -387,7 +388,7 @@ class Controller:
             "version": str(reached) if reached else None,
             "run": msgspec.to_builtins(self.record.run),
             "problems": self._end.problems,
-            "warnings": self.advice.given,
+            "warnings": list(self.advice.given.values()),
             **identity(self._end.weights),
             "weights_digest": digest_of_all(self.session.final.digests) if self.session.final else None,
             "replica_joins": {name: replica.joined for name, replica in self.pool.replicas.items()},

@@ -1,7 +1,8 @@
 """What is told to observers of a run. Docstrings start with the emitters; controller.py subscribes handlers.
 
 Some messages and records are emitted as they are: Batch, TrainerWelcome, StepReport, Published, Heartbeat and
-Checkpointed by the TrainerSession, VersionApplied by the ReplicaPool.
+Checkpointed by the TrainerSession, VersionApplied by the ReplicaPool, Quarantine by the Dispatcher and the
+Record, with the drop or requeue that they record.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Callable, Hashable
 from typing import Any, Final, NamedTuple, TypeVar
 
 from distill.aio import Signal
-from distill.prompts.stream import Prompt, group_of
-from distill.record.rollout import DropReason, Rollout
+from distill.prompts.stream import group_of
+from distill.record.rollout import Rollout
 from sync.base.errors import DistillError
 
 logger = logging.getLogger(__name__)
@@ -26,15 +27,6 @@ class ScoresUnneeded(NamedTuple):
     """Record: no trainer will be given these rollouts again."""
 
     rollouts: list[Rollout]
-
-
-class Quarantined(NamedTuple):
-    """Dispatcher, Record: a line of quarantine.jsonl; a drop or requeue is recorded with it."""
-
-    prompt: Prompt  # only its id, for a rollout on record
-    reason: DropReason
-    detail: str
-    tokens: list[int]  # of the completion; empty: they cannot be read
 
 
 class Stalled(NamedTuple):

@@ -10,7 +10,8 @@ from distill.buffer import Batch
 from distill.config import RunConfig
 from distill.environments.episode import Environment, Limits
 from distill.evaluation.sets import PromptSet
-from distill.events import ErrorBudget, Events, Quarantined
+from distill.events import ErrorBudget, Events
+from distill.metrics.samples import Quarantine
 from distill.metrics.timeline import Span, Timeline
 from distill.prompts.rewards import Reward
 from distill.prompts.stream import Prompt, PromptStream
@@ -122,7 +123,7 @@ class Hooks:
     evaluated: Callable[[EvalReport, bool], None] = _ignore  # a report, and whether it is the best so far
     opened: Callable[[TrainerWelcome], None] = _ignore  # a trainer has said hello
     batch: Callable[[Batch], None] = _ignore  # a batch was packed; its rollouts have their arrays
-    quarantined: Callable[[Quarantined], None] = _ignore  # a line of quarantine.jsonl
+    quarantined: Callable[[Quarantine], None] = _ignore  # a line of quarantine.jsonl
     set_back: Callable[[Version | None], None] | None = None
     """Have the next trainer resume from this checkpoint, None: from the model folder; without it the guard
     cannot roll back."""

@@ -28,7 +28,6 @@ from distill.aio import cancel, in_daemon
 from distill.buffer import Batch, rules
 from distill.config import RunConfig
 from distill.controller import Controller
-from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.launch import cluster
 from distill.launch.preflight import components, connect, disconnect, prepare
@@ -343,10 +342,9 @@ class _Launcher:
         def evaluated(report: EvalReport, best: bool) -> None:
             log_all(self._sinks, report.version, of_evaluation(report, best))
 
-        def quarantined(event: Quarantined) -> None:
-            prompt, reason, detail, tokens = event
-            self._quarantine.write(Quarantine(prompt.id, prompt.token_ids, tokens, reason, detail))
-            self._alert(f"quarantined: {reason}", detail)
+        def quarantined(completion: Quarantine) -> None:
+            self._quarantine.write(completion)
+            self._alert(f"quarantined: {completion.reason}", completion.detail)
 
         return Hooks(
             step=step,

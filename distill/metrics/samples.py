@@ -84,7 +84,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Quarantine(msgspec.Struct, frozen=True):
-    """One quarantined completion. Producer: the launcher; consumer: `distill samples`."""
+    """One quarantined completion. Producers: Dispatcher, Record; consumer: `distill samples`."""
 
     id: str
     prompt: list[int]

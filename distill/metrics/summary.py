@@ -344,14 +344,9 @@ class Advice:
     def __init__(self, config: RunConfig) -> None:
         self._config, self._steps = config, 0
         self._cut_off, self._endless, self._alike = 0, 0, 0  # steps in a row
-        self._given: dict[str, str] = {}
+        self.given: dict[str, str] = {}  # what it is about → the warning
         self._worked: set[str] = set()  # teachers that had something to score
         self._scored_before: float | None = None  # rollouts, at the first step
-
-    @property
-    def given(self) -> list[str]:
-        """All warnings so far."""
-        return list(self._given.values())
 
     def look(self, figures: Mapping[str, float]) -> list[str]:
         """What is new at a step; `figures`: of the step and of the run so far (`distill.metrics.names`)."""
@@ -365,8 +360,8 @@ class Advice:
         student, teacher = (figures.get(f"train/{who}_end", 0.0) for who in ("student", "teacher"))
         self._endless = self._endless + 1 if student < LITTLE_END * teacher else 0
         self._alike = self._alike + 1 if figures.get("train/reward_std") == 0 else 0
-        new = {about: text for about, text in self._found(figures) if about not in self._given}
-        self._given |= new
+        new = {about: text for about, text in self._found(figures) if about not in self.given}
+        self.given |= new
         return list(new.values())
 
     def _found(self, figures: Mapping[str, float]) -> Iterator[tuple[str, str]]:

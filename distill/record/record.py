@@ -12,8 +12,9 @@ from functools import lru_cache, partial
 import numpy as np
 
 from distill.buffer import Batch, pick
-from distill.events import Events, Quarantined, ScoresUnneeded
-from distill.prompts.stream import Prompt, PromptStream
+from distill.events import Events, ScoresUnneeded
+from distill.metrics.samples import Quarantine
+from distill.prompts.stream import PromptStream
 from distill.record import changes as r
 from distill.record.changes import Change, LineageOpened, Opened, facts
 from distill.record.resume import Resume, handover
@@ -186,17 +187,18 @@ class Record:
         rollouts = self.rollouts(batch)
         self.drop([rollout.id for rollout in rollouts], "poisoned", detail)
         for rollout in rollouts:
-            self._quarantined(Prompt(rollout.id, []), "poisoned", detail, unpack(rollout.tokens).tolist())
+            self._quarantine(rollout, [], "poisoned", detail)
 
     def reject(self, rollout: Rollout, reason: DropReason, detail: str) -> None:
         """Drop and quarantine a rollout that is not on record."""
         if not rollout.continues:
             self.drop([rollout.id], reason, detail, rollout.own_length)
-        self._quarantined(rollout.source_prompt, reason, detail, unpack(rollout.tokens).tolist())
+        self._quarantine(rollout, rollout.source_prompt.token_ids, reason, detail)
 
-    def _quarantined(self, prompt: Prompt, reason: DropReason, detail: str, tokens: list[int]) -> None:
-        logger.warning("rollout %s is quarantined, %s: %s", prompt.id, reason, detail)
-        self._events.emit(Quarantined(prompt, reason, detail, tokens))
+    def _quarantine(self, rollout: Rollout, prompt: list[int], reason: DropReason, detail: str) -> None:
+        logger.warning("rollout %s is quarantined, %s: %s", rollout.id, reason, detail)
+        tokens = unpack(rollout.tokens).tolist()
+        self._events.emit(Quarantine(rollout.id, prompt, tokens, reason, detail))
 
     def rollouts(self, batch: Batch) -> list[Rollout]:
         """The rollouts of a batch, in order; released ones are read back."""

@@ -15,8 +15,9 @@ from typing import Literal, NamedTuple
 
 from distill import waits
 from distill.buffer import depth
-from distill.events import AT_FAULT, Quarantined
+from distill.events import AT_FAULT
 from distill.interfaces import Common
+from distill.metrics.samples import Quarantine
 from distill.metrics.timeline import TRAINER
 from distill.record.rollout import RequeueReason, Rollout
 from distill.rollout.ends import Lost, Unneeded
@@ -51,13 +52,6 @@ class Pin(NamedTuple):
         return None
 
 
-class Completion(NamedTuple):
-    """What a replica answered."""
-
-    answer: Generated
-    replica: Replica
-
-
 @dataclass(eq=False)
 class _Call:
     """A rollout that waits for its completion, or for that of a turn."""
@@ -65,7 +59,7 @@ class _Call:
     rollout: Rollout
     last: Replica | None  # that generated its turn before
     pin: Pin | None  # None: any replica that has room completes it
-    completed: asyncio.Future[Completion]
+    completed: asyncio.Future[tuple[Generated, Replica]]
     request: _Request | None = None  # that it was sent with
 
     @property
@@ -131,8 +125,9 @@ class Dispatcher:
 
     async def complete(
         self, rollout: Rollout, last: Replica | None = None, pin: Pin | None = None
-    ) -> Completion:
-        """The completion of a rollout, or of the turn of an episode, preferably by the replica `last`.
+    ) -> tuple[Generated, Replica]:
+        """The completion of a rollout, or of the turn of an episode, preferably by the replica `last`, and
+        whose it is.
 
         Waits for a replica that has room for it. When it is cancelled, a request is aborted that nobody waits
         for any more. Raises Lost; Unneeded when it was refused.
@@ -382,7 +377,8 @@ class Dispatcher:
             detail = f"replica {replica.name} at {replica.engine.url}: {problem}"
             logger.warning("the completion of %s cannot be used: %s", rollout.id, detail)
             if call.pin is None:
-                self._events.emit(Quarantined(rollout.source_prompt, "unusable", detail, []))
+                prompt = rollout.source_prompt.token_ids
+                self._events.emit(Quarantine(rollout.id, prompt, [], "unusable", detail))
             call.completed.set_exception(Lost("unusable"))
             self._pool.bad_answer(replica, str(problem), rollout.id)
         elif isinstance(answer, Generated):
@@ -392,7 +388,7 @@ class Dispatcher:
                 self._pool.bad_answer(
                     replica, f"it completed a prompt without a token ({AT_FAULT})", rollout.id
                 )
-            call.completed.set_result(Completion(answer, replica))
+            call.completed.set_result((answer, replica))
 
     def _problem(self, call: _Call, answer: Answer) -> Problem | str | None:
         """Why an answer cannot be used; None: it can."""

@@ -12,8 +12,8 @@ from in_memory import MemoryPrompts, MemoryTrainer, rows_in
 
 from distill.aio import cancel
 from distill.controller import Controller
-from distill.events import Quarantined
 from distill.interfaces import Hooks
+from distill.metrics.samples import Quarantine
 from distill.prompts.stream import PromptStream
 from sync.wire import BatchRequest, Stop, TrainBatch, Version
 
@@ -81,13 +81,13 @@ def build(controller, config) -> Callable[..., Controller]:
 async def test_what_a_trainer_dies_on_is_found_and_everything_else_is_trained_once(
     build, bad: set[str], most: int
 ) -> None:
-    quarantine: list[Quarantined] = []
+    quarantine: list[Quarantine] = []
     run = build(hooks=Hooks(quarantined=quarantine.append))
     trainer = Dying(run.session, checkpoint_every=1)
     trainer.bad = frozenset(bad)
     summary = await sound(run, trainer)
     assert summary["completed"]
-    assert {one.prompt.id for one in quarantine} == bad
+    assert {one.id for one in quarantine} == bad
     assert {one.reason for one in quarantine} == {"poisoned"}
     assert summary["rollout"]["dropped"]["poisoned"] == len(bad)
     assert trainer.deaths <= most
@@ -120,7 +120,7 @@ async def test_one_death_alone_leaves_the_batch_as_it_is(build) -> None:
 
 
 async def test_two_deaths_that_are_nobodys_fault_cost_no_rollout(build) -> None:
-    quarantine: list[Quarantined] = []
+    quarantine: list[Quarantine] = []
     run = build(hooks=Hooks(quarantined=quarantine.append))
     trainer = Dying(run.session, checkpoint_every=1)
     trainer.by_chance = 2

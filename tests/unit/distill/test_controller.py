@@ -28,9 +28,9 @@ from started import killed_after, to_the_end
 from distill import events
 from distill.aio import cancel
 from distill.controller import Controller
-from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.metrics.results import Summary
+from distill.metrics.samples import Quarantine
 from distill.metrics.summary import complete as completed
 from distill.prompts.stream import Prompt, PromptStream, group_of
 from distill.record.audit import AuditReport
@@ -567,12 +567,12 @@ async def test_a_reward_fn_that_fails_costs_the_rollout_and_not_the_run(controll
             raise DataError(f"the reward_fn cannot read {prompt.id}")
         return 1.0
 
-    quarantine: list[Quarantined] = []
+    quarantine: list[Quarantine] = []
     run = controller(reward_fn=reward_fn, hooks=Hooks(quarantined=quarantine.append))
     summary = await to_the_end(run, MemoryTrainer(run.session))
     assert summary["completed"]
     assert summary["error"] is None
-    assert [(one.prompt.id, one.reason) for one in quarantine] == [("0:3:0", "function_failed")]
+    assert [(one.id, one.reason) for one in quarantine] == [("0:3:0", "function_failed")]
 
 
 async def test_a_reward_fn_that_always_fails_ends_the_run_with_its_words(controller, config) -> None:

@@ -19,17 +19,18 @@ from virtual_time import LONG
 
 from distill.aio import cancel
 from distill.buffer import Bound, Rules
-from distill.events import ErrorBudget, Events, Quarantined
+from distill.events import ErrorBudget, Events
 from distill.interfaces import Common, Components
+from distill.metrics.samples import Quarantine
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptSource, PromptStream
 from distill.record.rollout import Rollout
 from distill.record.store import Store
-from distill.rollout.dispatcher import Completion, Dispatcher, Pin
+from distill.rollout.dispatcher import Dispatcher, Pin
 from distill.rollout.ends import Lost
 from distill.rollout.life import Lives
 from distill.rollout.replica_client import Answer
-from distill.rollout.replica_pool import Phase, ReplicaPool
+from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
 from distill.rollout.validation import Validator
 from distill.waits import Waits, use
 from sync import wire
@@ -371,7 +372,7 @@ def pinned(bench: Bench, version: Version = Version(0, 0)) -> Pin:
     return Pin(bench.pool.replicas["r0"], version, Validator(Sampling(max_tokens=5), Want()))
 
 
-def asked(bench: Bench, pin: Pin, count: int) -> list[asyncio.Task[Completion]]:
+def asked(bench: Bench, pin: Pin, count: int) -> list[asyncio.Task[tuple[Generated, Replica]]]:
     rollouts = [Rollout(f"eval:{i}", i, issued=Prompt(f"{i}", [i, 1])) for i in range(count)]
     return [asyncio.create_task(bench.dispatcher.complete(rollout, pin=pin)) for rollout in rollouts]
 
@@ -387,7 +388,7 @@ async def test_completions_of_an_evaluation_go_to_its_replica_alone_and_count_fo
         completions = asked(bench, pin, 10)
         await bench.until(lambda: pin.replica.in_flight == 8)
         assert (pin.replica.evaluating, bench.dispatcher._hopeless()) == (8, 0)
-        answers = [completion.answer for completion in await asyncio.gather(*completions)]
+        answers = [answer for answer, _ in await asyncio.gather(*completions)]
     assert bench.record.state.outstanding == outstanding == 0
     assert not other.requests
     assert [len(request.prompts) for request in first.requests] == [4, 4, 2]
@@ -409,7 +410,7 @@ async def test_an_evaluation_that_ends_aborts_what_it_asked_for(tmp_path: Path) 
             completion.cancel()
         await bench.until(lambda: pin.replica.in_flight == 0)
         endless.token_seconds = 0.0
-        assert (await asked(bench, pin, 1)[0]).answer.id == "eval:0"
+        assert (await asked(bench, pin, 1)[0])[0].id == "eval:0"
         assert pin.replica.phase is Phase.SERVING
     assert len(endless.requests) == 3, "what was cancelled before it was sent is not sent"
 
@@ -417,8 +418,8 @@ async def test_an_evaluation_that_ends_aborts_what_it_asked_for(tmp_path: Path) 
 async def test_a_completion_of_another_version_is_no_completion_of_an_evaluation(tmp_path: Path) -> None:
     bench = Bench(tmp_path, MemoryReplica())
     bench.dispatcher.paused.add("end")
-    quarantined: list[Quarantined] = []
-    bench.events.on(Quarantined, quarantined.append)
+    quarantined: list[Quarantine] = []
+    bench.events.on(Quarantine, quarantined.append)
     async with bench.running():
         await bench.until(lambda: len(bench.pool.serving()) == 1)
         (completion,) = asked(bench, pinned(bench, Version(0, 3)), 1)

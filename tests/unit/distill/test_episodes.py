@@ -21,8 +21,8 @@ from started import killed_after, to_the_end
 from distill.aio import cancel
 from distill.config import RunConfig
 from distill.controller import Controller
-from distill.events import Quarantined
 from distill.interfaces import Hooks
+from distill.metrics.samples import Quarantine
 from distill.prompts.sources import EnvironmentSource
 from distill.prompts.stream import PromptStream
 from distill.record.changes import Admitted, Change
@@ -211,9 +211,9 @@ async def test_an_episode_without_a_reward_is_trained_only_where_no_task_needs_i
             return replace(said, reward=None) if id == "0:5:0" and isinstance(said, EpisodeOver) else said
 
     config = settings().model_copy(update={"objective": Sampled.model_validate({"task": task})})
-    quarantined: list[Quarantined] = []
+    quarantined: list[Quarantine] = []
     run, trained = play(Silent(), config)
-    run.events.on(Quarantined, quarantined.append)
+    run.events.on(Quarantine, quarantined.append)
     await to_the_end(run, MemoryTrainer(run.session))
     assert [one.reward is None for one in trained if one.id == "0:5:0"] == ([] if task == {} else [True])
     assert all(one.reward is not None for one in trained if one.id != "0:5:0")

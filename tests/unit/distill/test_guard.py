@@ -20,9 +20,9 @@ from virtual_time import LONG
 from distill.aio import cancel
 from distill.buffer import Bound, Rules
 from distill.config import GuardConfig
-from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.launch.run_folder import RunFolder
+from distill.metrics.samples import Quarantine
 from distill.metrics.summary import ALIKE_STEPS, CUT_OFF_STEPS, END_STEPS, FIRST_STEPS, LITTLE_END, Advice
 from distill.record.changes import Checkpointed, LineageOpened, RolledBack
 from distill.record.state import RunState
@@ -253,12 +253,12 @@ async def test_a_held_run_hands_out_nothing_until_it_is_stopped(controller: Any,
 
 
 async def test_what_is_put_aside_is_told_with_its_tokens(controller: Any, config: Any) -> None:
-    seen: list[Quarantined] = []
+    seen: list[Quarantine] = []
     made = controller(config(rollout={"on_max_tokens": "drop"}), Hooks(quarantined=seen.append))
     async with both(made, MemoryTrainer(made.session)):
         await until(lambda: bool(seen))
     assert seen[0].reason == "over_long"
-    assert seen[0].prompt.token_ids[1:] == [1, 2]
+    assert seen[0].prompt[1:] == [1, 2]
     assert len(seen[0].tokens) == 8
 
 
@@ -300,7 +300,7 @@ def test_completions_that_never_end_are_said_once_and_one_that_ends_begins_the_c
     line = said_once(advice, CUT_OFF_STEPS, cut, ended)
     assert "of the last 5 steps was cut off at rollout.max_tokens = 7" in line
     assert advice.look(cut) == []
-    assert advice.given == [line]
+    assert list(advice.given.values()) == [line]
 
 
 def test_rewards_that_are_all_the_same_are_said_where_they_are_learned_from() -> None:

@@ -26,9 +26,9 @@ from distill.cli.main import MADE, show
 from distill.cli.options import guarded
 from distill.conclusion import end_problems
 from distill.evaluation.schedule import HttpEvaluator
-from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.launch.preflight import claim_of
+from distill.metrics.samples import Quarantine
 from distill.metrics.summary import complete
 from distill.rollout.replica_client import Answer, HttpReplica
 from sync import wire
@@ -242,7 +242,7 @@ class Foreign(MemoryReplica):
 async def test_a_version_that_was_never_published_costs_its_completion_and_enters_no_figure(
     controller, version: Version, words: str, tmp_path
 ) -> None:
-    aside: list[Quarantined] = []
+    aside: list[Quarantine] = []
     engine = Foreign()
     engine.spoiled = version
     run = controller(hooks=Hooks(quarantined=aside.append), replicas={"r0": engine})

@@ -19,7 +19,6 @@ from ports import served
 from small_config import make_config, run_of_letters
 from tmpfs import mounted
 
-from distill.events import Quarantined
 from distill.launch.run import _Launcher
 from distill.launch.supervise import ChildSpec
 from distill.metrics import trackers
@@ -29,7 +28,6 @@ from distill.metrics.summary import git_state
 from distill.metrics.timeline import Span
 from distill.metrics.trackers import MetricsFile, TensorBoard, Wandb
 from distill.preflight_checks import checks
-from distill.prompts.stream import Prompt
 from sync.base.errors import ConfigError
 from sync.base.jsonl import JsonLines
 from sync.wire import RunIdentity
@@ -128,10 +126,10 @@ def test_quarantines_and_restarts_raise_alerts(tmp_path: Path) -> None:
         _folder=SimpleNamespace(logs=tmp_path),
         **dict.fromkeys(("_samples", "_spans", "_roll_back_to"), left_out),
     )
-    poisoned = Quarantined(Prompt("0:7", [3]), "poisoned", "it kills the trainer", [1])
+    poisoned = Quarantine("0:7", [3], [1], "poisoned", "it kills the trainer")
     _Launcher._hooks(launcher).quarantined(poisoned)
     _Launcher._died(launcher, ChildSpec("student-0", ["serve"]))
-    assert written == [Quarantine("0:7", [3], [1], "poisoned", "it kills the trainer")]
+    assert written == [poisoned]
     assert alerts == [
         ("quarantined: poisoned", "it kills the trainer"),
         ("student-0 is restarted", f"it ended; {tmp_path}/student-0.log has why"),
