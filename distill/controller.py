@@ -32,7 +32,7 @@ from distill.events import ErrorBudget, Events
 from distill.interfaces import Common, Components, Hooks
 from distill.metrics.samples import Quarantine
 from distill.metrics.summary import Advice, digest_of_all, gauges, identity, of_evaluation, of_step, summarise
-from distill.metrics.timeline import TRAINER, Timeline
+from distill.metrics.timeline import Timeline
 from distill.record.changes import Checkpointed, Concluded, VersionApplied
 from distill.record.record import Record
 from distill.record.resume import Resume
@@ -47,6 +47,7 @@ from distill.topology import EVALUATION_REPLICA, servers
 from distill.trainer_api.guard import Guard, Heartbeats, retreat
 from distill.trainer_api.http_api import application, listen, serving
 from distill.trainer_api.session import TrainerSession
+from distill.waits import TRAINER
 from sync.wire import EvalReport, Heartbeat, Published, StepReport, TrainerWelcome, Version
 
 logger = logging.getLogger(__name__)
@@ -208,7 +209,6 @@ class Controller:
 
     @property
     def url(self) -> str:
-        """Where the trainer reaches this controller."""
         host, port = self._socket.getsockname()[:2]
         return self.config.controller.url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -238,7 +238,6 @@ class Controller:
         self.session.withheld = why
 
     def allow(self) -> None:
-        """Training may begin."""
         self.session.withheld = ""
         self.session.wake()
 
@@ -249,7 +248,6 @@ class Controller:
         self.dispatcher.paused.add(reason)
 
     def resume(self, reason: PauseReason) -> None:
-        """This reason to pause is over."""
         self.dispatcher.paused.discard(reason)
         self.events.changed.wake()
 
@@ -375,7 +373,6 @@ class Controller:
         return [f"{step}, {ago:.0f} s ago" if self._step else step, *self.waits.why()]
 
     def summary(self) -> dict[str, Any]:
-        """The controller's part of summary.json."""
         figures = summarise(self.record.state, self.timeline, self.config.metric)
         reached = self.record.state.reached
         done = reached is not None and reached.step >= self.config.run.steps

@@ -90,7 +90,6 @@ class ErrorBudget:
         self._excluded: set[str] = set()
 
     def good(self, server: str) -> None:
-        """Reset the count of `server`, after a usable answer."""
         self._bad.pop(server, None)
 
     def bad(self, server: str, request: Hashable, problem: str, exclude: Callable[[], bool]) -> None:

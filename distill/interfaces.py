@@ -40,18 +40,14 @@ Transform = Callable[[Prompt], Sequence[int]]  # what a teacher sees instead of 
 
 
 class Evaluator(Protocol):
-    """Loads a published version; step 0 of a lineage is the model folder.
+    """Loads a published version, to compare it with the teachers, or to keep it as the best one; step 0 of a
+    lineage is the model folder.
 
     Both may raise Unreachable (retried) and RemoteError (skipped).
     """
 
-    async def evaluate(self, request: wire.EvalRequest) -> wire.EvalReply:
-        """Compare it with the teachers."""
-        ...
-
-    async def keep(self, report: EvalReport) -> None:
-        """Keep it as the best one."""
-        ...
+    async def evaluate(self, request: wire.EvalRequest) -> wire.EvalReply: ...
+    async def keep(self, report: EvalReport) -> None: ...
 
 
 class Teacher(Protocol):
@@ -63,15 +59,9 @@ class Teacher(Protocol):
     @property
     def counters(self) -> Counters: ...
     @property
-    def processes(self) -> int:
-        """How many are in use."""
-        ...
-
+    def processes(self) -> int: ...  # in use
     @property
-    def pause(self) -> float:
-        """Seconds until one of its processes may be asked."""
-        ...
-
+    def pause(self) -> float: ...  # seconds until one of its processes may be asked
     async def score(
         self, sequences: Sequence[wire.ScoreSequence], want: Want, limit: float | None = None
     ) -> Reply[Scored | ScoreRefused]: ...
@@ -84,19 +74,10 @@ class Teacher(Protocol):
         temperature: float = 1.0,
         limit: float | None = None,
     ) -> Reply[TeacherCompletion | ScoreRefused]: ...
-    async def release(self, kept: Sequence[Kept]) -> None:
-        """Have it forget these scores, if it can be told."""
-        ...
-
-    def servers(self) -> wire.TeacherServers:
-        """Where its processes are."""
-        ...
-
+    async def release(self, kept: Sequence[Kept]) -> None: ...  # of its scores, if it can be told
+    def servers(self) -> wire.TeacherServers: ...
     async def head(self) -> wire.Head: ...
-    async def first_info(self) -> wire.TeacherInfo:
-        """What it is, from one of its processes."""
-        ...
-
+    async def first_info(self) -> wire.TeacherInfo: ...  # of one of its processes
     def leave_out(self, server: str) -> bool:
         """Send this process nothing more; whether another is left."""
         ...

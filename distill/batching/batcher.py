@@ -9,10 +9,10 @@ from functools import partial
 from distill import waits
 from distill.config import WaitForLate
 from distill.interfaces import Common
-from distill.metrics.timeline import LATE, REPLICAS, TEACHERS, TRAINER
+from distill.metrics.timeline import LATE, REPLICAS, TEACHERS
 from distill.rollout.life import Lives
 from distill.trainer_api.session import TrainerSession
-from distill.waits import BATCHER, DISPATCHER, RECORD, SCORING, UNDER_WAY
+from distill.waits import BATCHER, DISPATCHER, RECORD, SCORING, TRAINER, UNDER_WAY
 
 LATE_POLL_SECONDS = 0.2  # between two looks whether a late rollout that a batch waits for has been lost
 

@@ -222,11 +222,8 @@ def _interval(value: float, low: float | None = None, high: float | None = None)
 
 def _use(config: RunConfig, name: str, adapter: bool) -> str:
     """How Transformers and vLLM load the folder."""
-    student, lora, trusted = (
-        _shown(config.student.path),
-        config.trainer.lora,
-        config.student.trust_remote_code,
-    )
+    student, lora = _shown(config.student.path), config.trainer.lora
+    trusted = config.student.trust_remote_code
     kind, tokens = "AutoModelForCausalLM", name
     imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
     served = f"vllm serve {name}" + " --trust-remote-code" * trusted

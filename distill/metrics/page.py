@@ -386,7 +386,6 @@ def middle_window(spans: Sequence[Row]) -> tuple[float, float]:
 
 
 def _right(axes: Axes, label: str, color: str) -> Axes:
-    """A second axis at the right."""
     right = axes.twinx()
     right.set_ylabel(label, color=color)
     right.spines[["top"]].set_visible(False)

@@ -31,9 +31,10 @@ from distill.config.evaluation import Metric
 from distill.evaluation.schedule import best
 from distill.interfaces import Teacher
 from distill.metrics.names import HELD_OUT, SETS
-from distill.metrics.timeline import REPLICAS, TEACHERS, TRAINER, Timeline
+from distill.metrics.timeline import REPLICAS, TEACHERS, Timeline
 from distill.record.state import RunState
 from distill.rollout.replica_pool import ReplicaPool
+from distill.waits import TRAINER
 from sync.wire import EvalReport, StepReport
 
 LONG_IDLE = 0.25

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from distill.waits import TRAINER as TRAINER
 from sync.wire import StepReport
 
 REPLICAS, TEACHERS, LATE = "replicas", "teachers", "late rollouts"

@@ -79,7 +79,6 @@ class Record:
             self._events.emit(ScoresUnneeded(kept))
 
     def issue(self, count: int) -> list[Rollout]:
-        """Take `count` prompts from the cursor."""
         prompts, first, rules = self._prompts.take(count), self.state.counters.issued, self.state.rules
         by_teacher = [
             place
@@ -116,7 +115,6 @@ class Record:
             self.write(r.Dropped(ids, "group_broken", 0, GROUP_BROKEN))
 
     def admit(self, rollout: Rollout) -> None:
-        """Put a scored rollout into the buffer."""
         self.write(r.Admitted(rollout))
         self._drop_broken()
         self._admitted.set()

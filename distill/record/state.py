@@ -192,10 +192,8 @@ class RunState(msgspec.Struct):
         lineage = wrong.version.lineage
         published = f"and this run published nothing of lineage {lineage}"
         if lineage in self.newest:
-            first, last = (
-                Version(lineage, self.lineages[lineage].start),
-                Version(lineage, self.newest[lineage]),
-            )
+            start, newest = self.lineages[lineage].start, self.newest[lineage]
+            first, last = Version(lineage, start), Version(lineage, newest)
             published = f"and this run published {first} to {last} of its lineage"
         return (
             f"tokens {wrong.start} to {wrong.end} are of {wrong.version}, {published}: "

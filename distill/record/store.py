@@ -179,7 +179,6 @@ class Store:
         self._items.append(Statement(sql, parameters, location))
 
     def insert(self, table: str, *values: Any) -> None:
-        """Queue a new row for the next commit."""
         self.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", *values)
 
     def name(self, name: str | None) -> int | None:

@@ -18,13 +18,12 @@ from distill.buffer import depth
 from distill.events import AT_FAULT
 from distill.interfaces import Common
 from distill.metrics.samples import Quarantine
-from distill.metrics.timeline import TRAINER
 from distill.record.rollout import RequeueReason, Rollout
 from distill.rollout.ends import Lost, Unneeded
 from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import Replica, ReplicaPool
 from distill.rollout.validation import Validator
-from distill.waits import DISPATCHER, GENERATION, PUBLISHER
+from distill.waits import DISPATCHER, GENERATION, PUBLISHER, TRAINER
 from sync.base.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version
 from sync.wire.checks import Problem
@@ -262,7 +261,6 @@ class Dispatcher:
         return max(0, min(needed, state.room(replica.version, self.depth.batches, hopeless)))
 
     def _most_new(self) -> int:
-        """Prompts that may be issued now."""
         hopeless = self._hopeless()
         return max((self._new(replica, hopeless) for replica in self._pool.able()), default=0)
 

@@ -16,10 +16,7 @@ class ReplicaEngine(Protocol):
     """What the controller needs of a student replica. All may raise Unreachable and RemoteError."""
 
     @property
-    def url(self) -> str:
-        """Where it is."""
-        ...
-
+    def url(self) -> str: ...
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
         """One answer per prompt, as each ends; leaving the iterator aborts the rest."""
         ...

@@ -190,7 +190,6 @@ class ReplicaPool:
         return [replica for replica in self.replicas.values() if replica.for_evaluations == for_evaluations]
 
     def serving(self, for_evaluations: bool = False) -> list[Replica]:
-        """Of `members`."""
         return [replica for replica in self.members(for_evaluations) if replica.phase is Phase.SERVING]
 
     def able(self) -> list[Replica]:

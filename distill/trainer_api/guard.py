@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from distill.aio import look_seconds
 from distill.config import GuardConfig
 from distill.events import Events, Stalled
-from distill.metrics.timeline import TRAINER
 from distill.record.changes import RolledBack
 from distill.record.state import RunState
+from distill.waits import TRAINER
 from sync.wire import Heartbeat
 
 logger = logging.getLogger(__name__)
