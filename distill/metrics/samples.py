@@ -14,7 +14,6 @@ from rich.text import Text
 from distill.buffer import Batch
 from distill.config.loading import load_run_dir
 from sync.base.decoding import convert
-from sync.base.errors import DataError
 from sync.base.jsonl import JsonLines, read_lines
 from sync.base.tokenizers import load_tokenizer
 from sync.wire import Array, unpack
@@ -139,11 +138,8 @@ def read_samples(run_dir: Path) -> list[Sample]:
 
     Of a rollout whose batch was handed out again the last one stays.
     """
-    try:
-        samples = [convert(line, Sample) for line in read_lines(run_dir / SAMPLES)]
-        return [*{sample.id: sample for sample in samples}.values()]
-    except msgspec.ValidationError as error:
-        raise DataError(f"{run_dir / SAMPLES} holds something else than samples: {error}") from None
+    samples = [convert(line, Sample) for line in read_lines(run_dir / SAMPLES, Sample)]
+    return [*{sample.id: sample for sample in samples}.values()]
 
 
 def read_quarantine(run_dir: Path) -> list[Quarantine]:
