@@ -160,12 +160,11 @@ class Record:
         suspected = state.suspect
         begins = handover(state, checkpoint, rolled_back=without is not None)
         start, origin, branch = begins.start, begins.origin, begins.branch
-        batched = {id for batch in state.batches.values() for id in batch.ids}
-        left, parts = [id for id in without or () if id in batched], _parts_from(state, branch)
-        batches = state.batches.values()
-        self._unneeded(rollout for batch in batches for rollout in batch.rollouts if rollout.id in {*left})
-        number = len(state.lineages)
-        opening = LineageOpened(number, checkpoint, start, origin, branch, fingerprint, left, ranks, parts)
+        gone, batches = {*(without or ())}, state.batches.values()
+        left = [rollout for batch in batches for rollout in batch.rollouts if rollout.id in gone]
+        self._unneeded(left)
+        ids, parts, number = [rollout.id for rollout in left], _parts_from(state, branch), len(state.lineages)
+        opening = LineageOpened(number, checkpoint, start, origin, branch, fingerprint, ids, ranks, parts)
         self.write(opening)
         self._drop_broken()
         if suspected is not None:
