@@ -347,14 +347,9 @@ def test_a_page_fits_its_window_and_shows_curves_and_coloured_samples_by_itself(
 # --- samples of what is trained on
 
 
-class Letters:
-    """Decodes id i as the i-th letter."""
-
-    def text(self, tokens: Any) -> str:
-        return "".join(self.pieces(tokens))
-
-    def pieces(self, tokens: Any) -> list[str]:
-        return [chr(ord("a") + token) for token in tokens]
+def letters(tokens: list[int]) -> str:
+    """Id i is the i-th letter."""
+    return "".join(chr(ord("a") + token) for token in tokens)
 
 
 def sample(id: str, excess: list[float], truncated: bool = False) -> Sample:
@@ -399,7 +394,7 @@ def test_the_worst_the_longest_and_the_truncated_come_first() -> None:
 
 
 def test_a_token_is_coloured_by_what_the_teacher_finds_unlikely() -> None:
-    text = samples.shown(sample("a", [0.0, 0.6, 5.0]), Letters())
+    text = samples.shown(sample("a", [0.0, 0.6, 5.0]), letters)
     assert text.plain.endswith("a\nabc")
     styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
     assert (styles["b"], styles["c"]) == ("khaki3", "white on red3")
@@ -423,12 +418,12 @@ def test_of_an_episode_the_students_tokens_alone_have_a_divergence() -> None:
 
 
 def test_of_an_episode_it_is_shown_who_said_what() -> None:
-    text = samples.shown(episode(), Letters())
+    text = samples.shown(episode(), letters)
     assert text.plain.endswith("a\nstudent: ab\nenvironment: cd\nstudent: e\nenvironment: fg")
     styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
     assert (styles["b"], styles["cd"], styles["e"]) == ("black on khaki1", "dim", "white on red3")
     grey = '<span title="environment" style="color:#7b8794">{}</span>'
-    page = samples.shaded(episode(), Letters())
+    page = samples.shaded(episode(), letters)
     assert [page.count(grey.format(text)) for text in ("cd", "fg")] == [1, 1]
     assert page.count("nats") == 3
 
