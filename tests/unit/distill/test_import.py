@@ -116,7 +116,7 @@ async def test_a_controller_goes_on_with_an_imported_run_and_its_audit_is_clean(
     sections = {"run": {"name": "r", "steps": reached.step + 4}, "rollout": {"batch": rules.batch}}
     settings = config(buffer={"max_staleness": rules.bound.limit, **late}, **sections)
     goes_on = controller(settings, store=Store(run, "never"), prompts=prompts)
-    assert prompts.cursor == told.cursor
+    assert prompts.cursor == told.state.cursor
     assert [*goes_on.record.state.pending] == [*told.state.pending]
     assert [*goes_on.record.state.buffer] == [*told.state.buffer]
     trainer = MemoryTrainer(goes_on.session, checkpoint=checkpoint, checkpoint_every=2)
