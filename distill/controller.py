@@ -385,7 +385,7 @@ class Controller:
             "version": str(reached) if reached else None,
             "run": msgspec.to_builtins(self.record.run),
             "problems": self._end.problems,
-            "warnings": list(self.advice.given.values()),
+            "warnings": self.advice.standing,
             **identity(self._end.weights),
             "weights_digest": digest_of_all(self.session.final.digests) if self.session.final else None,
             "replica_joins": {name: replica.joined for name, replica in self.pool.replicas.items()},

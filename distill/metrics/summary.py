@@ -328,15 +328,18 @@ def longest_waits(summary: Mapping[str, Any]) -> str:
 
 
 def _end_remedy(config: RunConfig) -> str:
-    """What else helps a student that no longer ends its completions."""
+    """What brings a student back that no longer ends its completions."""
     objective = config.objective
     remedies = {
-        "a forward term (objective.forward = 1)": getattr(objective, "forward", None) == 0,
         "completions of the teacher too (objective.on_policy below 1)": objective.on_policy == 1,
         "a lower trainer.lr": True,
     }
-    untried = ", ".join(remedy for remedy, left in remedies.items() if left)
-    return f"try {untried}, or rollout.max_tokens up to where the teacher ends"
+    others = ", ".join(remedy for remedy, left in remedies.items() if left)
+    beside = f"{others}, or rollout.max_tokens up to where the teacher ends"
+    if getattr(objective, "forward", 0):
+        return f"the forward term brings it back, in tens of steps (objective.forward); if not, try {beside}"
+    term = "a forward term (objective.forward = 1), " if hasattr(objective, "forward") else ""
+    return f"a reverse divergence does not bring back what is nearly lost: try {term}{beside}"
 
 
 class Advice:
@@ -345,7 +348,9 @@ class Advice:
     def __init__(self, config: RunConfig) -> None:
         self._config, self._steps = config, 0
         self._cut_off, self._endless, self._alike = 0, 0, 0  # steps in a row
-        self.given: dict[str, str] = {}  # what it is about → the warning
+        self._said: dict[str, str] = {}  # what it is about → the warning
+        self.standing: list[str] = []
+        """Warnings that hold at the newest step."""
         self._worked: set[str] = set()  # teachers that had something to score
         self._scored_before: float | None = None  # rollouts, at the first step
 
@@ -361,9 +366,11 @@ class Advice:
         student, teacher = (figures.get(f"train/{who}_end", 0.0) for who in ("student", "teacher"))
         self._endless = self._endless + 1 if student < LITTLE_END * teacher else 0
         self._alike = self._alike + 1 if figures.get("train/reward_std") == 0 else 0
-        new = {about: text for about, text in self._found(figures) if about not in self.given}
-        self.given |= new
-        return list(new.values())
+        warnings = dict(self._found(figures))
+        new = {about: text for about, text in warnings.items() if about not in self._said}
+        self._said |= new
+        self.standing = [self._said[about] for about in warnings]
+        return [*new.values()]
 
     def _found(self, figures: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         """What it is about, and the warning."""
@@ -379,8 +386,7 @@ class Advice:
             yield (
                 "ends",
                 "the student forgets how to end a completion: the end has a probability of "
-                f"{student} at a token, and for its teacher one of {teacher}; "
-                f"a reverse divergence does not bring back what is nearly lost: {_end_remedy(self._config)}",
+                f"{student} at a token, and for its teacher one of {teacher}; {_end_remedy(self._config)}",
             )
         if self._alike >= ALIKE_STEPS and self._config.objective.task is not None:
             yield (

@@ -300,7 +300,8 @@ def test_completions_that_never_end_are_said_once_and_one_that_ends_begins_the_c
     line = said_once(advice, CUT_OFF_STEPS, cut, ended)
     assert "of the last 5 steps was cut off at rollout.max_tokens = 7" in line
     assert advice.look(cut) == []
-    assert list(advice.given.values()) == [line]
+    assert advice.standing == [line]
+    assert (advice.look(ended), advice.standing) == ([], [])
 
 
 def test_rewards_that_are_all_the_same_are_said_where_they_are_learned_from() -> None:
@@ -321,6 +322,7 @@ def test_a_student_that_ends_far_less_often_than_its_teacher_is_told_the_remedy(
     assert advice.look({"train/student_end": 0.0}) == [], "a teacher that sends no scores for it"
     advice = Advice(make_config(objective={"type": "full", "forward": 1.0, "on_policy": 0.9}))
     (line,) = [advice.look(lost) for _ in range(END_STEPS)][-1]
+    assert "the forward term brings it back, in tens of steps" in line
     assert "try a lower trainer.lr, or rollout.max_tokens" in line, "what is set already is no remedy"
     advice = Advice(make_config(objective={"type": "jsd"}))
     (line,) = [advice.look(lost) for _ in range(END_STEPS)][-1]
