@@ -39,7 +39,7 @@ from teacher_service import messages
 from teacher_service.batching import STALLED_SECONDS, Batcher, Metrics, Outcome, Work
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Engine
-from teacher_service.kept import KeptScores
+from teacher_service.kept import PART_BYTES, KeptScores
 from teacher_service.limits import Limits
 from teacher_service.messages import BadRequest, Call, ToKeep
 
@@ -154,6 +154,8 @@ class TeacherService:
         body = await asyncio.to_thread(self._kept.open, request.path_params["key"])
         if body is None:
             raise BadRequest(404, "these scores are released, evicted, or of an earlier start: score again")
+        if body.size <= PART_BYTES:  # a response in parts costs 0.4 ms more
+            return Response(await asyncio.to_thread(b"".join, body.parts), media_type=CONTENT_TYPE)
         length = {"content-length": str(body.size)}
         return StreamingResponse(body.parts, media_type=CONTENT_TYPE, headers=length)
 

@@ -44,6 +44,10 @@ class Sampling(msgspec.Struct, frozen=True):
     routes: bool = False
     """Return the experts of every token, of a student with experts."""
 
+    def __post_init__(self) -> None:
+        if self.mask and not self.top_k:
+            raise ValueError("the sampling mask is asked for and top_k is 0: set it, for it bounds the mask")
+
     @property
     def cuts(self) -> bool:
         """Whether some tokens of the vocabulary are never sampled."""
@@ -268,7 +272,8 @@ class EpisodeContinue(Message, frozen=True):
 
 
 class EpisodeEnd(Message, frozen=True):
-    """These episodes are given up; answered with Ok. Ids that are not under way are ignored."""
+    """These episodes are given up. Client → environment; answered with Ok. Ids that are not under way are
+    ignored."""
 
     ids: list[str]
 
@@ -308,7 +313,7 @@ class EpisodeFailed(Message, frozen=True):
 
 
 class EnvironmentInfo(Message, frozen=True):
-    """What an environment service serves; answer to GET /v1/info."""
+    """What an environment serves. Environment → client; answer to GET /v1/info."""
 
     name: str
     environment: str

@@ -133,6 +133,8 @@ def test_a_mask_that_is_not_complete_is_refused():
 
 
 def test_ties_at_the_least_logit_of_a_mask_are_asked_for():
+    with pytest.raises(ValueError, match="top_k is 0: set it, for it bounds the mask"):
+        Sampling(5, mask=True)
     assert ranks(Sampling(5, top_k=20, mask=True), 1000) > 20
     assert ranks(Sampling(5, top_k=20, mask=True), 24) == 24
     assert ranks(Sampling(5, top_k=20), 1000) == 0

@@ -60,6 +60,13 @@ def test_without_room_for_a_temporary_folder_the_oldest_are_dropped(
     keys = [kept.put([bytes(10)]).key for _ in range(2)]
     assert [read(kept, key) for key in keys] == [None, bytes(10)]
     kept.close()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    key = (kept := store(None, 0, 1 << 30)).put([bytes(10)]).key
+    (folder,) = tmp_path.glob("distill-scores-*")
+    assert key.partition("-")[0] not in folder.name, "a key in a URL tells nobody where the folder is"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    kept.close()
+    assert not folder.exists()
 
 
 def test_what_is_being_read_is_read_to_its_end(tmp_path: Path) -> None:
