@@ -1,10 +1,11 @@
-"""The same distillation by TRL's `DistillationTrainer` and by us, side by side on the same cores.
+"""The same distillation by TRL's `DistillationTrainer`, by a plain loop of vLLM, transformers and PyTorch,
+and by us, one after the other on the same cores.
 
 Same models, prompts in the same order, batch, steps, optimizer, schedule and objective (reverse KL over the
-whole vocabulary, temperature 1). Ours is the asynchronous run of `asynchronous`; TRL gets all cores for its
-one process. Either has the precision that is faster in a few steps before. Both are timed from the end of
-their first step. TRL lives in an environment of its own inside the folder, made once by pip. At the scale
-`rewards` its `GRPOTrainer` stands beside configs/rewards.toml.
+whole vocabulary, temperature 1). Ours is the asynchronous run of `asynchronous`; the others get all cores for
+their one process. Each has the precision that is faster in a few steps before, and is timed behind its first
+steps. TRL lives in an environment of its own inside the folder, made once by pip. At the scale `rewards` its
+`GRPOTrainer` stands beside configs/rewards.toml.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from tests.benchmarks.figures import (
 )
 
 log = logging.getLogger(__name__)
-SCRIPT: Final = Path(__file__).with_name("trl_peer.py")
+SCRIPTS: Final = {"TRL": "trl_peer.py", "loop": "stock_loop.py"}
 REQUIREMENTS: Final = (
     *("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"),
     *(f"{name}=={metadata.version(name)}" for name in ("torch", "transformers")),
@@ -63,6 +64,9 @@ PeerScale = Annotated[
     Literal["toy", "large", "real", "rewards"],
     typer.Option(help="Models as in `asynchronous`, or rewards alone at 135 M parameters."),
 ]
+Against = Annotated[
+    Literal["TRL", "loop", "both"], typer.Option(help="What ours is compared with; `loop` has no rewards.")
+]
 ROWS: Final = {
     name: asynchronous.ROWS[name] for name in ("step_ms", "trained_per_second", *asynchronous.CURVE)
 }
@@ -73,10 +77,14 @@ def run(
     scale: PeerScale = "toy",
     seeds: Seeds = 2,
     steps: TrialSteps = 0,
+    against: Against = "both",
 ) -> Figures:
-    """Run the same distillation in TRL and in this project, and compare their speed and what was learned."""
+    """Run the same distillation in TRL, in a plain loop and here; compare speed and what was learned."""
     cache, size = TrialCache(folder), REWARDS if scale == "rewards" else SCALES[scale]
-    python = environment(cache.folder / "trl")
+    sides = ["TRL"] if scale == "rewards" else [side for side in SCRIPTS if against in (side, "both")]
+    pythons = {"loop": Path(sys.executable)}
+    if "TRL" in sides:
+        pythons["TRL"] = environment(cache.folder / "trl")
 
     def trial(side: str, seed: int, precision: str, steps: int, size: Scale) -> Figures:
         path, overrides = source = rewards(seed) if scale == "rewards" else asynchronous.source(scale, seed)
@@ -87,12 +95,13 @@ def run(
         if side == "ours":
             make = partial(asynchronous.trial, cache.folder / "ours", source, words, steps, size)
         else:
-            make = partial(theirs, python, cache.folder / "theirs", task, config, size)
+            program = [str(pythons[side]), "-P", str(Path(__file__).with_name(SCRIPTS[side]))]
+            make = partial(theirs, program, cache.folder / "theirs", task, config, size)
         return cache.get({"side": side, "requirements": REQUIREMENTS, "job": task, "settings": words}, make)
 
     trials: dict[str, list[Figures]] = {}
     precision: dict[str, str] = {}
-    for side in ("TRL", "ours"):
+    for side in (*sides, "ours"):
         untaught = size._replace(learns=False)
         ms = {name: trial(side, 0, name, size.probe_steps, untaught)["step_ms"] for name in PRECISIONS}
         precision[side], trials[side] = min(ms, key=ms.__getitem__), []
@@ -106,7 +115,10 @@ def run(
 def table(report: Figures) -> str:
     """The medians side by side, as Markdown; a ratio above 1: ours is better."""
     precision = ", ".join(f"{side} in {name}" for side, name in report["precision"].items())
-    return "\n".join([precision, "", *comparison("TRL", "ours", report["medians"], ROWS)])
+    lines = [precision]
+    for side in [*report["medians"]][:-1]:
+        lines += ["", *comparison(side, "ours", report["medians"], ROWS)]
+    return "\n".join(lines)
 
 
 def rewards(seed: int) -> tuple[Path, list[str]]:
@@ -163,8 +175,8 @@ def job(config: RunConfig, steps: int, precision: str, learns: bool) -> Figures:
     }
 
 
-def theirs(python: Path, output: Path, task: Figures, config: RunConfig, size: Scale) -> Figures:
-    """Figures of TRL's run in `output`, and its learning curve where there is one.
+def theirs(program: list[str], output: Path, task: Figures, config: RunConfig, size: Scale) -> Figures:
+    """Figures of a script's run in `output`, and its learning curve where there is one.
 
     Raises DistillError with its errors when it fails.
     """
@@ -172,11 +184,12 @@ def theirs(python: Path, output: Path, task: Figures, config: RunConfig, size: S
     (output / "job.json").write_text(json.dumps({**task, "output": str(output)}))
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_WAIT_POLICY")}
     env |= {"OMP_NUM_THREADS": str(task["threads"]), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    words = [str(python), "-P", str(SCRIPT), str(output / "job.json")]
+    words = [*program, str(output / "job.json")]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
     lines = read_lines(output / "steps.jsonl")
     if done.returncode != 0 or len(lines) != task["steps"]:
-        raise DistillError(f"TRL ended after {len(lines)} of {task['steps']} steps:\n{done.stderr[-2000:]}")
+        how = f"{program[-1]} ended after {len(lines)} of {task['steps']} steps"
+        raise DistillError(f"{how}:\n{done.stderr[-2000:]}")
     timed = lines[min(size.settled, len(lines) // 4) :]
     tokens = timed[-1]["generated"] - timed[0]["generated"]
     pace = tokens / (timed[-1]["time"] - timed[0]["time"])
