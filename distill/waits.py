@@ -215,11 +215,12 @@ async def for_space(
     who: str,
     what: str,
     work: Callable[[], Awaitable[T]],
+    paused: str = "the run",
     full: Callable[[Exception], bool] = durable.is_full,
     retry_seconds: float | None = None,
 ) -> T:
     """What `work` returns, begun again for as long as the disk is full, which is said once. It is all or
-    nothing; `what` it writes."""
+    nothing; `what` it writes, `paused` what waits with it."""
     waiting = False
     with on(who, DISK, lambda: f"{what} {'does not fit' if waiting else 'is written'}"):
         while True:
@@ -230,11 +231,11 @@ async def for_space(
                 if not full(error):
                     raise
                 if not waiting:
-                    _log.error("disk full: %s waits for space, the run pauses", what)
+                    _log.error("disk full: %s waits for space, %s pauses (%s)", what, paused, error)
             waiting = True
             await asyncio.sleep(retry_seconds or durable.RETRY_SECONDS)
     if waiting:
-        _log.warning("%s has space again, the run continues", what)
+        _log.warning("%s has space again, %s continues", what, paused)
     return result
 
 

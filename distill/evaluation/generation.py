@@ -231,7 +231,7 @@ class Generation:
         if prompt_set.rewards is not None:
             await self._reward(name, [made for made in completions if made.metrics is None])
         write = partial(asyncio.to_thread, write_completions, path, completions, prompt_set)
-        await waits.for_space(EVALUATION, str(path), write)
+        await waits.for_space(EVALUATION, str(path), write, "the evaluation")
         return completions
 
     async def _reward(self, name: str, completions: list[Completion]) -> None:
@@ -282,7 +282,7 @@ class Generation:
         completions = [made for name in asked for made in await self._by_teacher(name, asked[name])]
         completions.sort(key=lambda completion: completion.index)
         write = partial(asyncio.to_thread, write_completions, path, completions, prompt_set)
-        await waits.for_space(EVALUATION, str(path), write)
+        await waits.for_space(EVALUATION, str(path), write, "the evaluation")
         return completions
 
     async def _by_teacher(self, name: str, messages: list[TeacherPrompt]) -> list[Completion]:

@@ -106,7 +106,7 @@ class Chat:
         answers = asyncio.create_task(self.conversations.answer(prompt))
         try:
             await until(self.supervisor.watch(), [answers])
-            return await answers
+            return answers.result()
         finally:
             await cancel([answers])
 

@@ -338,8 +338,10 @@ def _end_remedy(config: RunConfig) -> str:
     beside = f"{others}, or rollout.max_tokens up to where the teacher ends"
     if getattr(objective, "forward", 0):
         return f"the forward term brings it back, in tens of steps (objective.forward); if not, try {beside}"
-    term = "a forward term (objective.forward = 1), " if hasattr(objective, "forward") else ""
-    return f"a reverse divergence does not bring back what is nearly lost: try {term}{beside}"
+    if not hasattr(objective, "forward"):
+        return f"try {beside}"
+    lost = "a reverse divergence does not bring back what is nearly lost"
+    return f"{lost}: try a forward term (objective.forward = 1), {beside}"
 
 
 class Advice:
@@ -348,7 +350,7 @@ class Advice:
     def __init__(self, config: RunConfig) -> None:
         self._config, self._steps = config, 0
         self._cut_off, self._endless, self._alike = 0, 0, 0  # steps in a row
-        self._said: dict[str, str] = {}  # what it is about → the warning
+        self._said: set[str] = set()  # what was warned about
         self.standing: list[str] = []
         """Warnings that hold at the newest step."""
         self._worked: set[str] = set()  # teachers that had something to score
@@ -368,8 +370,8 @@ class Advice:
         self._alike = self._alike + 1 if figures.get("train/reward_std") == 0 else 0
         warnings = dict(self._found(figures))
         new = {about: text for about, text in warnings.items() if about not in self._said}
-        self._said |= new
-        self.standing = [self._said[about] for about in warnings]
+        self._said |= new.keys()
+        self.standing = [*warnings.values()]
         return [*new.values()]
 
     def _found(self, figures: Mapping[str, float]) -> Iterator[tuple[str, str]]:

@@ -100,9 +100,7 @@ def with_objective(config: RunConfig) -> Resolved:
     else:
         chosen, reason = full, f"{step / GB:.2f} GB a step is at most {FULL_STEP_BYTES / GB:g} GB"
     if forward := getattr(chosen, "forward", 0):
-        reason += (
-            f"; a forward KL of weight {forward:g} beside it (objective.forward) keeps completions ending"
-        )
+        reason += f"; a forward KL of weight {forward:g} (objective.forward) brings ends of completions back"
     line = f"objective: {_costs(config, chosen)} (objective.type is not set, and {reason})"
     return Resolved(config.with_(objective=chosen), [line])
 

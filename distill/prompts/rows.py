@@ -35,6 +35,8 @@ _RENDERED: Final = re.compile(r"\s*(?:(?:<s>|<bos>)?\s*\[INST\]|<start_of_turn>|
 """How a chat begins that a template of some family has rendered."""
 _OPEN: Final = re.compile(r"(?:\b(?:Assistant|ASSISTANT|AI)|### Response):\s*$")
 """How a text ends that leaves the next turn to the assistant by itself."""
+_PLAIN: Final = ("system", "developer", "user")
+"""Roles whose content a template writes as it is; it may shorten an assistant's, a tool's may be JSON."""
 _MARK: Final = "\u2603{}\u2603"
 """Stands for a message's content where a template is tried."""
 _SHOWN_FIELDS: Final = 8
@@ -61,7 +63,15 @@ def render(
     `written`: kinds of conversations that the template is known to write; this one's is added. Raises
     DataError when it leaves a message's text out, and for ids that no prompt may have.
     """
-    ids = list(tokenizer(rendered(tokenizer, messages, kwargs), add_special_tokens=False)["input_ids"])
+    text = rendered(tokenizer, messages, kwargs)
+    for message in messages:  # it may read contents, and drop some of them
+        if message["role"] in _PLAIN and message["content"].strip() not in text:
+            raise DataError(
+                f"the chat template leaves out what the message of role {message['role']!r} says, "
+                f"{message['content']!r:.60}: change the row, or name another template in "
+                "student.chat_template"
+            )
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     check_ids(tokenizer, ids)
     if (kind := tuple((message["role"], *sorted(message)) for message in messages)) not in written:
         check_written(tokenizer, messages, kwargs)

@@ -134,7 +134,7 @@ class Store:
         self._items: list[Statement] = []
         self._changed = False  # something was added that no commit has taken
         self._arrays: list[tuple[Rollout, Location]] = []
-        self._lists = deque[tuple[list[Statement], list[tuple[Rollout, Location]]]]()
+        self._lists = deque[tuple[list[Statement], list[tuple[Rollout, Location]], bool]]()
         self._blocks: list[Block] = []
         """Whose rows no transaction has committed."""
         self._writer = ThreadPoolExecutor(1, "record")
@@ -205,18 +205,18 @@ class Store:
         A cancelled commit may still write; the next one writes what it left.
         """
         forced = self._fsync == "always" or (durable and self._fsync == "batch")
-        if self._changed or (forced and self._unsynced):
+        if self._changed or (forced and (self._unsynced or self._lists)):
             for key, value in {"at": self.at, **self.facts()}.items():
                 self.execute(_FACT, key, msgspec.json.encode(value).decode())
-            self._lists.append((self._items, self._arrays))
+            self._lists.append((self._items, self._arrays, forced))
             self._items, self._arrays, self._changed = [], [], False
 
         def flush() -> Awaitable[None]:
-            return asyncio.get_running_loop().run_in_executor(self._writer, self._flush, forced)
+            return asyncio.get_running_loop().run_in_executor(self._writer, self._flush)
 
-        what = f"the record in {self.folder}"
-        while self._lists:
-            await waits.for_space(waits.RECORD, what, flush, _is_full, self._retry_seconds)
+        if self._lists:
+            what, retry = f"the record in {self.folder}", self._retry_seconds
+            await waits.for_space(waits.RECORD, what, flush, full=_is_full, retry_seconds=retry)
 
     async def free(self, needed: Collection[int], before: int) -> None:
         """Remove the files of arrays older than file `before` that are not `needed`."""
@@ -239,11 +239,12 @@ class Store:
 
     # --- in the writer's thread ---------------------------------------------------------------------------
 
-    def _flush(self, forced: bool) -> None:
-        lists = list(self._lists)  # more may be added meanwhile
+    def _flush(self) -> None:
+        lists = list(self._lists)  # of other commits too, and more may be added meanwhile
         if not lists:
             return
-        self._write_arrays([entry for _, arrays in lists for entry in arrays if entry[1].block is None])
+        forced = any(forced for *_, forced in lists)
+        self._write_arrays([entry for _, arrays, _ in lists for entry in arrays if entry[1].block is None])
         level = "OFF" if self._fsync == "never" else "FULL" if forced else "NORMAL"
         execute = self.connection.execute
         execute(f"PRAGMA synchronous = {level}")
@@ -253,7 +254,7 @@ class Store:
                 raise other_controller(self.folder)
             new = map(msgspec.structs.astuple, self._blocks)
             self.connection.executemany("INSERT INTO block VALUES (?, ?, ?, ?, ?)", new)
-            statements = itertools.chain.from_iterable(items for items, _ in lists)
+            statements = itertools.chain.from_iterable(items for items, *_ in lists)
             for sql, same in itertools.groupby(statements, itemgetter(0)):
                 self.connection.executemany(sql, map(_bound, same))
             at = last_at(self.connection)

@@ -26,14 +26,15 @@ class Slurm:
     """A `Cluster` inside an allocation."""
 
     def __init__(self, settings: SlurmCluster, environment: Mapping[str, str] = os.environ) -> None:
-        """Raises ConfigError outside of a job, and in one with less than `settings` say."""
+        """Raises ConfigError outside of a job, and in one with less than `settings` say, and RemoteError when
+        scontrol fails."""
         self._settings = settings
         if not (listed := environment.get("SLURM_JOB_NODELIST")):
             raise ConfigError(
                 'cluster.type is "slurm", and this process is in no Slurm job: submit one with '
                 "`distill slurm CONFIG --submit`, or start `distill run` inside salloc"
             )
-        names = said("scontrol", "show", "hostnames", listed).split()
+        names = output_of("scontrol", "show", "hostnames", listed).split()
         if len(names) < settings.nodes:
             raise ConfigError(
                 f"cluster.nodes = {settings.nodes}, and the job has {len(names)} ({listed}): ask for as many "
@@ -49,7 +50,7 @@ class Slurm:
         here = environment.get("SLURMD_NODENAME")
         names.sort(key=lambda name: name != here)
         self.nodes = [Node(name, settings.gpus_per_node, cpus[name]) for name in names]
-        there = re.search(r"NodeAddr=(\S+)", said("scontrol", "--oneliner", "show", "node", names[-1]))
+        there = re.search(r"NodeAddr=(\S+)", output_of("scontrol", "--oneliner", "show", "node", names[-1]))
         self.host = own_address(f"http://{there[1] if there else names[-1]}")
 
     def client(
@@ -92,11 +93,11 @@ def cpus_of(text: str) -> list[int]:
     return [int(cpus) for cpus, times in groups for _ in range(int(times or 1))]
 
 
-def said(*command: str) -> str:
+def output_of(*command: str, timeout: float | None = _COMMAND_SECONDS) -> str:
     """What a command of Slurm's says. Raises ConfigError where there is none, RemoteError when it fails."""
     line = shlex.join(command)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True)
     except FileNotFoundError:
         raise ConfigError(
             f"{command[0]} is not on this machine, for `{line}`: Slurm's commands must be in PATH"

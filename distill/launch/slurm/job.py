@@ -35,7 +35,7 @@ from distill.config import RunConfig
 from distill.config.cluster import SlurmCluster
 from distill.launch.roles import DISTILL
 from distill.launch.run_folder import holds_run
-from distill.launch.slurm.allocation import said
+from distill.launch.slurm.allocation import output_of
 from distill.launch.templates import filled
 from distill.metrics.trackers import FINISH_SECONDS
 from distill.preflight_checks.checks import check_keys
@@ -111,7 +111,7 @@ def write(
 
 def submit(script: Path) -> str:
     """Have Slurm queue a job; its id. Raises ConfigError or RemoteError."""
-    return said("sbatch", "--parsable", str(script)).strip().partition(";")[0]
+    return output_of("sbatch", "--parsable", str(script), timeout=None).strip().partition(";")[0]
 
 
 def seconds_of(text: str) -> float:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -448,3 +449,30 @@ async def test_a_record_is_read_from_a_disk_that_nothing_may_be_written_to(tmp_p
         await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,ro", str(disk)], check=True)
         with closing(open_read_only(disk / RECORD)) as tables:
             assert tables.execute("SELECT count(*) FROM rollout").fetchone() == (5,)
+
+
+@pytest.mark.parametrize("changed", [True, False])
+@pytest.mark.parametrize("later", [(), (0.05,), (0.05, 0.05), (0.05, 0.15)])
+async def test_a_durable_commit_is_forced_whichever_commit_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: tuple[float, ...], changed: bool
+) -> None:
+    """Commits of 0.1 s, the others begun so many seconds before the durable one."""
+    store = Store(tmp_path, "batch")
+    write = store._write_arrays
+
+    def slowly(waiting: Any) -> None:
+        time.sleep(0.1)
+        write(waiting)
+
+    monkeypatch.setattr(store, "_write_arrays", slowly)
+    others = []
+    for seconds in later:
+        store.begin()
+        others.append(asyncio.create_task(store.commit()))
+        await asyncio.sleep(seconds)
+    if changed:
+        store.begin()
+    await store.commit(durable=True)
+    assert not store._unsynced
+    await asyncio.gather(*others)
+    store.close()

@@ -132,8 +132,11 @@ def test_calls_of_tools_are_written_once_as_json_and_null_arguments_are_dropped(
 
 def test_a_template_that_leaves_a_message_out_is_refused(tmp_path: Path) -> None:
     template = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
-    with pytest.raises(DataError, match=r"writes what the message of role 'system' says 0 times"):
+    with pytest.raises(DataError, match=r"leaves out what the message of role 'system' says, 'Be brief\.'"):
         read(tmp_path / "p.jsonl", [SYSTEM, USER], template)
+    secret = CHATML.replace("messages %}", "messages if 'secret' not in m.content %}")
+    with pytest.raises(DataError, match=r"leaves out what the message of role 'user' says, 'a secret'"):
+        read(tmp_path / "p.jsonl", [{"role": "user", "content": "a secret"}], secret)
 
 
 def test_what_a_tool_says_may_be_written_as_json(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ async def test_a_teacher_that_answers_nothing_for_long_is_started_again_and_peop
 async def test_a_full_disk(controller, config, tmp_path: Path) -> None:
     run = controller(config(run=STEPS), store=Store(tmp_path, "never", retry_seconds=5.0))
 
-    def full(forced: bool) -> None:
+    def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     store = run.record.store
