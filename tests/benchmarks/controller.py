@@ -326,13 +326,14 @@ def run(
     folder: Folder = Path("runs/bench-controller"),
     objectives: Annotated[bool, typer.Option(help="Whether every objective is measured.")] = True,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each objective; medians are taken.")] = 3,
-    load: Annotated[int, typer.Option(min=0, help="Rollouts of 8,192 tokens; 0: none.")] = LOAD.rollouts,
+    load: Annotated[int, typer.Option(min=0, help="Rollouts of the load; 0: none.")] = LOAD.rollouts,
     batch: Annotated[int, typer.Option(min=64, help="Of the load, a step.")] = LOAD.batch,
+    tokens: Annotated[int, typer.Option(min=1, help="Of a rollout of the load.")] = LOAD.tokens,
     rollouts: Annotated[int, typer.Option(min=0, help="Small rollouts, such as 500000; 0: none.")] = 0,
 ) -> Figures:
     """Measure what a controller spends on a token: objectives inline and by reference, a load, a long run."""
     parts = {
-        "load": LOAD._replace(rollouts=load, batch=batch),
+        "load": LOAD._replace(rollouts=load, batch=batch, tokens=tokens),
         "rollouts": Part(rollouts, 128, 16, 0, max(1, rollouts // 128 // 50), replicas=2),
     }
     for name, part in parts.items():
