@@ -216,7 +216,6 @@ async def for_space(
     what: str,
     work: Callable[[], Awaitable[T]],
     paused: str = "the run",
-    full: Callable[[Exception], bool] = durable.is_full,
     retry_seconds: float | None = None,
 ) -> T:
     """What `work` returns, begun again for as long as the disk is full, which is said once. It is all or
@@ -228,7 +227,7 @@ async def for_space(
                 result = await work()
                 break
             except Exception as error:
-                if not full(error):
+                if not durable.is_full(error):
                     raise
                 if not waiting:
                     _log.error("disk full: %s waits for space, %s pauses (%s)", what, paused, error)

@@ -330,12 +330,8 @@ def longest_waits(summary: Mapping[str, Any]) -> str:
 def _end_remedy(config: RunConfig) -> str:
     """What brings a student back that no longer ends its completions."""
     objective = config.objective
-    remedies = {
-        "completions of the teacher too (objective.on_policy below 1)": objective.on_policy == 1,
-        "a lower trainer.lr": True,
-    }
-    others = ", ".join(remedy for remedy, left in remedies.items() if left)
-    beside = f"{others}, or rollout.max_tokens up to where the teacher ends"
+    teachers = "completions of the teacher too (objective.on_policy below 1), " * (objective.on_policy == 1)
+    beside = f"{teachers}a lower trainer.lr, or rollout.max_tokens up to where the teacher ends"
     if getattr(objective, "forward", 0):
         return f"the forward term brings it back, in tens of steps (objective.forward); if not, try {beside}"
     if not hasattr(objective, "forward"):

@@ -32,7 +32,7 @@ import msgspec
 from distill import waits
 from distill.record.blocks import pack_block, unpack_block
 from distill.record.rollout import Block, Location, Rollout
-from sync.base.durable import force, is_full, make_folder
+from sync.base.durable import force, make_folder
 from sync.base.errors import ConfigError, DataError, DistillError
 from sync.base.formats import check_format
 from sync.base.mounts import network_mount
@@ -42,7 +42,6 @@ FORMAT: Final = 2  # of run.db, whose user_version it is, and of arrays/
 BUSY_SECONDS: Final = 30.0  # how long a start waits for readers that copy run.db
 _BLOCK_BYTES: Final = 256 << 10  # of a block's records: what is decompressed to read one of them
 _FACT: Final = "INSERT INTO fact VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value"
-_NO_SPACE: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
 logger = logging.getLogger(__name__)
 
 
@@ -216,7 +215,7 @@ class Store:
 
         if self._lists:
             what, retry = f"the record in {self.folder}", self._retry_seconds
-            await waits.for_space(waits.RECORD, what, flush, full=_is_full, retry_seconds=retry)
+            await waits.for_space(waits.RECORD, what, flush, retry_seconds=retry)
 
     async def free(self, needed: Collection[int], before: int) -> None:
         """Remove the files of arrays older than file `before` that are not `needed`."""
@@ -336,10 +335,6 @@ def _bound(statement: Statement) -> tuple[Any, ...]:
     block, place = statement.location.block, statement.location.place
     assert block is not None, "arrays are written before the rows that name them"
     return (*statement.parameters, block.number, place)
-
-
-def _is_full(error: Exception) -> bool:
-    return is_full(error) or getattr(error, "sqlite_errorcode", 0) in _NO_SPACE
 
 
 def _check_format(connection: sqlite3.Connection, path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ RETRY_SECONDS = 5.0
 """Pause between two attempts to write to a full disk."""
 waiting_for_space: list[str] = []
 """What this process cannot write now, because a disk is full; in words."""
+_SQLITE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
 _WORDS = tuple(os.strerror(number) for number in FULL)
 _log = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ def is_full(error: BaseException) -> bool:
     """Whether a full disk is behind an error, however it was wrapped."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in FULL:
+        if getattr(seen, "sqlite_errorcode", None) in _SQLITE or getattr(seen, "errno", None) in FULL:
             return True
         if any(word in str(seen) for word in _WORDS):
             return True
