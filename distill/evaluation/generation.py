@@ -25,6 +25,7 @@ import math
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -42,6 +43,7 @@ from distill.evaluation.completions import (
     read_completions,
     write_completions,
 )
+from distill.evaluation.sets import PromptSet
 from distill.interfaces import Common
 from distill.prompts.reward_pool import RewardPool
 from distill.record.rollout import SPENDS_ATTEMPT, Rollout
@@ -230,9 +232,7 @@ class Generation:
         prompt_set, path = self._sets[name], file_of(self._config.run_dir, version, name)
         if prompt_set.rewards is not None:
             await self._reward(name, [made for made in completions if made.metrics is None])
-        write = partial(asyncio.to_thread, write_completions, path, completions, prompt_set)
-        await waits.for_space(EVALUATION, str(path), write, "the evaluation")
-        return completions
+        return await _written(path, completions, prompt_set)
 
     async def _reward(self, name: str, completions: list[Completion]) -> None:
         """Fill rewards in; those of episodes are there already."""
@@ -281,9 +281,7 @@ class Generation:
                 return None
         completions = [made for name in asked for made in await self._by_teacher(name, asked[name])]
         completions.sort(key=lambda completion: completion.index)
-        write = partial(asyncio.to_thread, write_completions, path, completions, prompt_set)
-        await waits.for_space(EVALUATION, str(path), write, "the evaluation")
-        return completions
+        return await _written(path, completions, prompt_set)
 
     async def _by_teacher(self, name: str, messages: list[TeacherPrompt]) -> list[Completion]:
         """Sampled like the student's. Raises RemoteError for a refusal, WireError for one of no use."""
@@ -300,6 +298,13 @@ class Generation:
             ids, reason = prompts[index].token_ids, answer.finish_reason
             completions.append(Completion.of(index, ids, answer.token_ids, reason))
         return completions
+
+
+async def _written(path: Path, completions: list[Completion], prompt_set: PromptSet) -> list[Completion]:
+    """`completions`, once they are in their file."""
+    write = partial(asyncio.to_thread, write_completions, path, completions, prompt_set)
+    await waits.for_space(EVALUATION, str(path), write, "the evaluation")
+    return completions
 
 
 class _InARow:

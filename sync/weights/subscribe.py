@@ -200,9 +200,8 @@ class Mirror:
         self._write(**{self._spare: chain[-1].version}, fingerprint=chain[-1].fingerprint)
         bases = [link.base for link in chain]
         start = bases.index(self.version) if self.version and self.version in bases else len(chain)
-        download.keep(
-            {link.version for link in chain[start:] if link.base is not None}
-        )  # the live slot's next
+        next_of_live = {link.version for link in chain[start:] if link.base is not None}
+        download.keep(next_of_live)
 
     def _check_model(self, chain: list[Manifest]) -> None:
         known = self._state.fingerprint or chain[0].fingerprint
