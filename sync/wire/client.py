@@ -393,7 +393,9 @@ class BlockingPeer:
 
     @staticmethod
     def _close(peer: Peer) -> None:
-        if peer._session is not None:
+        # Without a loop there is none that it was used in: this process is a fork, or another thread begins
+        # the loop just now and holds the lock until the new one runs, which may be this.
+        if peer._session is not None and _loop.cache_info().currsize:
             closing = in_loop(peer.aclose())
             if threading.current_thread() is threading.main_thread():  # else nobody would, at its end
                 wait([closing], 1.0)

@@ -1,10 +1,12 @@
 """Client and server halves against each other, over real sockets on loopback."""
 
 import asyncio
+import gc
 import gzip
 import socket
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -222,11 +224,27 @@ def test_the_blocking_client_retries_and_refuses_alike() -> None:
 
 def test_threads_that_call_at_once_share_one_event_loop_and_its_connections() -> None:
     scripted = Scripted()
+    gc.collect()  # what was used in the loop until now
     client._loop.cache_clear()  # they begin it
     with answering(scripted.app) as url, ThreadPoolExecutor(16) as threads:
         peer = BlockingPeer(url, "secret")
         assert {*threads.map(lambda _: peer.call("/x", REQUEST, Ok), range(100))} == {Ok()}
     assert len(scripted.clients) <= 16
+
+
+def test_a_client_that_is_collected_by_the_thread_of_a_loop_that_begins_waits_for_nobody() -> None:
+    """Whoever begins it holds the lock until that thread runs."""
+    with answering(Scripted().app) as url:
+        peer = BlockingPeer(url, "secret")
+        assert peer.call("/x", REQUEST, Ok) == Ok()
+        loop = client._loop()
+        with client._begins:
+            client._loop.cache_clear()
+            begun = threading.Thread(target=BlockingPeer._close, args=(peer._peer,), daemon=True)
+            begun.start()
+            begun.join(10)
+            assert not begun.is_alive()
+        asyncio.run_coroutine_threadsafe(peer._peer.aclose(), loop).result()
 
 
 @pytest.mark.parametrize(("limit", "calls"), [(60.0, 1), (0.3, 2)])
