@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from operator import attrgetter
 from statistics import mean, median
 from typing import Final, NamedTuple
 
@@ -364,22 +366,24 @@ def pick(
     together, once all are in `buffer` (rollouts by id). `among`: only these are considered, and all that are
     young enough are the batch, however few; empty: everything is considered.
     """
-    groups: dict[str, list[Rollout]] = {}
-    for rollout in [buffer[id] for id in among] or buffer.values():
-        name = rollout.id if rules.group == 1 else group_of(rollout.id)
-        groups.setdefault(name, []).append(rollout)
-    ready, too_old = list[tuple[bool, int, list[Rollout]]](), list[str]()
-    for members in groups.values():
-        age = max(rollout.age(step, step_of) for rollout in members)
-        if age > rules.bound.hard:
-            too_old += [rollout.id for rollout in members]
-        elif len(members) == rules.group:
-            members.sort(key=lambda rollout: rollout.number)
-            ready.append((age < rules.bound.limit, members[0].number, members))
+    considered, step_of = [buffer[id] for id in among] or [*buffer.values()], cache(step_of)
+    groups, bound = [*zip(considered)] if rules.group == 1 else _groups(considered), rules.bound
+    ages = [max([rollout.age(step, step_of) for rollout in group]) for group in groups]
+    too_old = [rollout.id for i, group in enumerate(groups) if ages[i] > bound.hard for rollout in group]
+    ready = [i for i, group in enumerate(groups) if ages[i] <= bound.hard and len(group) == rules.group]
     count = len(ready) if among else rules.batch // rules.group
     if len(ready) < count or not ready:
         return Pick([], too_old, [])
-    ready.sort(key=lambda entry: entry[:2])
-    chosen = [rollout for *_, members in ready[:count] for rollout in members]
-    weights = [rules.bound.weight(rollout.age(step, step_of)) for rollout in chosen]
+    ready.sort(key=lambda i: groups[i][0].number)
+    ready.sort(key=lambda i: ages[i] < bound.limit)
+    chosen = [rollout for i in ready[:count] for rollout in groups[i]]
+    weights = [bound.weight(rollout.age(step, step_of)) for rollout in chosen]
     return Pick([rollout.id for rollout in chosen], too_old, weights)
+
+
+def _groups(rollouts: Iterable[Rollout]) -> Sequence[Sequence[Rollout]]:
+    """The members of each group that are among these, in the order of issue."""
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in sorted(rollouts, key=attrgetter("number")):
+        groups.setdefault(group_of(rollout.id), []).append(rollout)
+    return [*groups.values()]

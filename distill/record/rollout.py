@@ -147,7 +147,7 @@ class Rollout(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
     def age(self, step: int, step_of: Callable[[Version], int]) -> int:
         """Versions between the oldest token and `step`; 0 for a teacher's completion, which does not age."""
-        return 0 if self.by_teacher else step - min(step_of(span.version) for span in self.spans)
+        return 0 if self.by_teacher else step - min([step_of(span.version) for span in self.spans])
 
     def completed(self, answer: Generated) -> Rollout:
         """With the student's completion."""

@@ -40,11 +40,11 @@ from in_memory import (
 from msgspec.structs import replace
 
 from distill import garbage
-from distill.buffer import Batch
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.evaluation.sets import HELD_OUT
 from distill.interfaces import Components, Hooks
+from distill.metrics.timeline import Span
 from distill.metrics.trackers import MetricsFile
 from distill.prompts.stream import PromptStream
 from distill.record.audit import audit
@@ -82,6 +82,8 @@ class Part(NamedTuple):
     replicas: int = 1
     teachers: int = 1
     ranks: int = 1
+    depth: str = "adaptive"
+    """Of the buffer; "full": as many rollouts in flight as the bound allows."""
 
     def config(self, folder: Path, objective: str = "", scores: str = "inline") -> RunConfig:
         """With default settings otherwise; `objective` left out: as the width says."""
@@ -93,7 +95,7 @@ class Part(NamedTuple):
                 "teachers": {f"teacher-{i}": {"path": "teacher"} for i in range(self.teachers)},
                 "prompts": {"type": "jsonl", "path": "prompts.jsonl"},
                 "rollout": {"batch": self.batch, "max_tokens": self.tokens},
-                "buffer": {"scores": scores},
+                "buffer": {"scores": scores, "depth": self.depth},
                 "objective": {"type": objective} | ({"k": K} if objective.endswith("topk") else {}),
                 "trainer": {"deepspeed": "ds.json"},
                 "evaluation": {"every": 100},
@@ -105,7 +107,7 @@ SHAPES: Final = {
     "quickstart": Part(40 * 128, batch=128, tokens=12, width=128),
     "wide": Part(4 * 32, batch=32, tokens=2048, width=4096),
 }
-LOAD: Final = Part(439_296, 1024, 8192, 0, checkpoint_every=8, replicas=512, teachers=8, ranks=64)
+LOAD: Final = Part(439_296, 1024, 8192, 0, 8, replicas=512, teachers=8, ranks=64, depth="full")
 """3.6 G tokens."""
 
 
@@ -228,13 +230,15 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
             for role in (*replicas.values(), *teachers.values()):
                 getattr(role, "updates", getattr(role, "requests", [])).clear()
 
-    def batch_made(batch: Batch) -> None:
+    def write_span(span: Span) -> None:  # one for every request, and more
         nonlocal in_flight
         in_flight = max(in_flight, len(controller.record.state.pending))
-        garbage.batch_made(batch.version.step)
+        spans.write(span)
 
     hooks = Hooks(
-        step=lambda version, values: metrics.log(version.step, values), batch=batch_made, span=spans.write
+        step=lambda version, values: metrics.log(version.step, values),
+        batch=lambda batch: garbage.batch_made(batch.version.step),
+        span=write_span,
     )
     start = resume(folder, Start.of(config, parts.prompts), parts.store.connection)
     controller = Controller(config, parts, start, hooks)
