@@ -29,18 +29,6 @@ PUT_BACK: Final = "the file was altered: put it back, or start a new run under a
 
 CONFIG_FORMAT: Final = 1  # of config.json in a run's folder; the key "format" has it
 
-RENAMED: Final = {
-    "awake_teachers": "max_loaded_teachers",
-    "silent_seconds": "stall_timeout_seconds",
-    "straggler_seconds": "completion_timeout_seconds",
-    "stragglers": "on_timeout",
-    "at_max_tokens": "on_max_tokens",
-    "judge": "reward_fn",
-    "road": "transport",
-    "batch": "batch_tokens",
-}
-"""Keys of earlier configurations, and what they are called now."""
-
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in a TOML file, or of a run's folder, with overrides such as "run.steps=10" over it.
@@ -222,8 +210,6 @@ def _explain(detail: ErrorDetails) -> str:
 
 def _nearest(key: str, section: type[Settings]) -> str:
     known = sorted(section.model_fields)
-    if RENAMED.get(key) in known:
-        return f"it is now called {RENAMED[key]!r}"
     last = key.rpartition("_")[2]  # such as prompt_field of prompts.field
     close = [last] if last in known else difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     tags = get_args(section.model_fields["type"].annotation) if "type" in known else ()

@@ -39,10 +39,6 @@ ROWS = '{type="jsonl", path="x"}'
         ),
         ("objective.kk=3", "objective.kk", "known of type 'auto' are coefficient,"),
         ("trainer.lora.rnk=3", "trainer.lora.rnk", "did you mean 'rank'?"),
-        ("run.awake_teachers=1", "run.awake_teachers", "it is now called 'max_loaded_teachers'"),
-        ("rollout.stragglers=1", "rollout.stragglers", "it is now called 'on_timeout'"),
-        ("weights.road=1", "weights.road", "it is now called 'transport'"),
-        ("evaluation.batch=64", "evaluation.batch", "it is now called 'batch_tokens'"),
         (
             f"evaluation.sets.a={{source={ROWS}, tempreture=1}}",
             "evaluation.sets.a.tempreture",
