@@ -366,8 +366,9 @@ def pick(
     together, once all are in `buffer` (rollouts by id). `among`: only these are considered, and all that are
     young enough are the batch, however few; empty: everything is considered.
     """
-    considered, step_of = [buffer[id] for id in among] or [*buffer.values()], cache(step_of)
-    groups, bound = [*zip(considered)] if rules.group == 1 else _groups(considered), rules.bound
+    step_of, bound = cache(step_of), rules.bound
+    considered = [buffer[id] for id in among] or [*buffer.values()]
+    groups = _groups(considered) if rules.group > 1 else [(rollout,) for rollout in considered]
     ages = [max([rollout.age(step, step_of) for rollout in group]) for group in groups]
     too_old = [rollout.id for i, group in enumerate(groups) if ages[i] > bound.hard for rollout in group]
     ready = [i for i, group in enumerate(groups) if ages[i] <= bound.hard and len(group) == rules.group]
