@@ -12,17 +12,17 @@ import json
 import re
 import struct
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from http.server import ThreadingHTTPServer
-from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
+from typing import Any, NamedTuple
 
-from ports import Handler, served
+from ports import answering
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 RECORD = 48
 END = b"\xff" * 32
@@ -51,35 +51,6 @@ class Entry(NamedTuple):
     hash: str
     size: int
     mtime: int
-
-
-class Reply(NamedTuple):
-    status: int
-    body: bytes = b""
-    headers: dict[str, str] = {}
-
-
-@dataclass
-class Hub:
-    """State of the server, and what a test may do to it."""
-
-    base: str = ""
-    """Address of the server; a test may put a proxy's here."""
-    xorbs: dict[str, Xorb] = field(default_factory=dict)
-    files: dict[str, list[Segment]] = field(default_factory=dict)
-    buckets: dict[str, dict[str, Entry]] = field(default_factory=dict)
-    lock: threading.RLock = field(default_factory=threading.RLock)
-
-    def flip(self, least: int) -> None:
-        """Change one stored byte in the middle of every xorb of at least `least` bytes.
-
-        Where that byte is content that could not be compressed, nobody on the way notices.
-        """
-        large = {name: xorb for name, xorb in self.xorbs.items() if len(xorb.body) >= least}
-        for name, xorb in large.items():
-            body = bytearray(xorb.body)
-            body[xorb.packed[-1] // 2] ^= 1
-            self.xorbs[name] = xorb._replace(body=bytes(body))
 
 
 # --- formats ----------------------------------------------------------------------------------------------
@@ -116,212 +87,189 @@ def read_shard(body: bytes) -> dict[str, list[Segment]]:
     return files
 
 
-def reconstruct(hub: Hub, file: str, start: int, end: int) -> dict[str, object]:
-    """Answer to "which chunks make up bytes [start, end) of this file, and where are they"."""
-    terms, ranges, at, skip = [], {}, 0, None
-    for xorb_hash, size, first, last in hub.files[file]:
-        begin, finish = at, at + size
-        at = finish
-        if finish <= start or begin >= end:
-            continue
-        sizes = hub.xorbs[xorb_hash].unpacked
-        while begin + sizes[first + 1] - sizes[first] <= start:
-            begin += sizes[first + 1] - sizes[first]
-            first += 1
-        while finish - (sizes[last] - sizes[last - 1]) >= end:
-            finish -= sizes[last] - sizes[last - 1]
-            last -= 1
-        skip = start - begin if skip is None else skip
-        chunks = {"start": first, "end": last}
-        terms.append({"hash": xorb_hash, "unpacked_length": finish - begin, "range": chunks})
-        low, high = ranges.get(xorb_hash, (first, last))
-        ranges[xorb_hash] = (min(low, first), max(high, last))
-    fetch = {}
-    for name, (first, last) in ranges.items():
-        packed = hub.xorbs[name].packed
-        where = {"start": packed[first], "end": packed[last] - 1}
-        fetch[name] = [
-            {"range": {"start": first, "end": last}, "url": f"{hub.base}/xorb/{name}", "url_range": where}
-        ]
-    return {"offset_into_first_range": skip or 0, "terms": terms, "fetch_info": fetch}
+def byte_range(request: Request, size: int) -> tuple[int, int]:
+    """[start, end) of the Range header; everything without one."""
+    found = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
+    return (int(found[1]), min(int(found[2] or size - 1) + 1, size)) if found else (0, size)
 
 
-# --- routes -----------------------------------------------------------------------------------------------
-
-
-def as_json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Reply:
-    return Reply(status, json.dumps(value).encode(), {"content-type": "application/json", **(headers or {})})
-
-
-def not_found(code: str) -> Reply:
-    return as_json({"error": "not found"}, 404, {"X-Error-Code": code})
+def bucket_of(request: Request) -> str:
+    return "{owner}/{name}".format(**request.path_params)
 
 
 def stamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def describe(path: str, entry: Entry) -> dict[str, object]:
-    when = stamp(entry.mtime / 1000)
-    kind = {"type": "file", "path": path, "xetHash": entry.hash, "size": entry.size}
-    return {**kind, "mtime": when, "uploadedAt": when}
-
-
-def put_xorb(hub: Hub, request: Request, name: str) -> Reply:
-    with hub.lock:
-        fresh = name not in hub.xorbs
-        hub.xorbs.setdefault(name, read_xorb(request.body))
-    return as_json({"was_inserted": fresh})
-
-
-def put_shard(hub: Hub, request: Request) -> Reply:
-    with hub.lock:
-        hub.files.update(read_shard(request.body))
-    return as_json({"result": 1})
-
-
-def get_reconstruction(hub: Hub, request: Request, file: str) -> Reply:
-    with hub.lock:
-        if file not in hub.files:
-            return not_found("EntryNotFound")
-        size = sum(segment.size for segment in hub.files[file])
-        start, end = request.byte_range(size)
-        return Reply(416) if start >= size else as_json(reconstruct(hub, file, start, end))
-
-
-def get_xorb(hub: Hub, request: Request, name: str) -> Reply:
-    body = hub.xorbs[name].body
-    start, end = request.byte_range(len(body))
-    span = f"bytes {start}-{end - 1}/{len(body)}"
-    return Reply(206, body[start:end], {"content-range": span})
-
-
-def get_token(hub: Hub, request: Request, bucket: str) -> Reply:
-    expires = str(int(time.time()) + 3600)
-    headers = {"X-Xet-Cas-Url": hub.base, "X-Xet-Access-Token": "token", "X-Xet-Token-Expiration": expires}
-    return as_json({"casUrl": hub.base, "accessToken": "token", "exp": int(expires)}, headers=headers)
-
-
-def batch(hub: Hub, request: Request, bucket: str) -> Reply:
-    failed, operations = [], [json.loads(line) for line in request.body.splitlines()]
-    with hub.lock:
-        files = hub.buckets[bucket]
-        for operation in operations:
-            path, content = operation["path"], operation.get("xetHash")
-            if operation["type"] == "deleteFile":
-                files.pop(path, None)
-            elif content not in hub.files:
-                failed.append({"path": path, "error": f"unknown xet hash {content}"})
-            else:
-                size = sum(segment.size for segment in hub.files[content])
-                files[path] = Entry(content, size, operation["mtime"])
-    return as_json({"success": not failed, "failed": failed}, 422 if failed else 200)
-
-
-def paths_info(hub: Hub, request: Request, bucket: str) -> Reply:
-    files = hub.buckets[bucket]
-    return as_json(
-        [describe(path, files[path]) for path in json.loads(request.body)["paths"] if path in files]
-    )
-
-
-def tree(hub: Hub, request: Request, bucket: str, prefix: str | None) -> Reply:
-    start, found, folders = f"{prefix}/" if prefix else "", [], set()
-    with hub.lock:
-        for path, entry in sorted(hub.buckets[bucket].items()):
-            folder, _, rest = path.removeprefix(start).partition("/")
-            if not path.startswith(start):
-                continue
-            if rest and "recursive=true" not in request.query.lower():
-                folders.add(start + folder)
-            else:
-                found.append(describe(path, entry))
-    listed = [{"type": "directory", "path": path, "uploadedAt": stamp(0)} for path in sorted(folders)]
-    return as_json(listed + found)
-
-
-def bucket(hub: Hub, request: Request, name: str) -> Reply:
-    with hub.lock:
-        if request.method == "POST":
-            exists = name in hub.buckets
-            hub.buckets.setdefault(name, {})
-            return as_json({"url": f"{hub.base}/buckets/{name}"}, 409 if exists else 200)
-        if name not in hub.buckets:
-            return not_found("RepoNotFound")
-        size = sum(entry.size for entry in hub.buckets[name].values())
-        info = {"id": name, "private": True, "createdAt": stamp(0), "size": size}
-        return as_json({**info, "totalFiles": len(hub.buckets[name])})
-
-
-def resolve(hub: Hub, request: Request, name: str, path: str) -> Reply:
-    entry = hub.buckets[name].get(path)
-    if entry is None:
-        return not_found("EntryNotFound")
-    route = f"{hub.base}/api/buckets/{name}/xet-read-token"
-    headers = {"X-Xet-Hash": entry.hash, "X-Xet-Refresh-Route": route, "X-Linked-Size": str(entry.size)}
-    return Reply(200, b"", {**headers, "ETag": f'"{entry.hash}"'})
-
-
-NAME = r"([^/]+/[^/]+)"
-ROUTES: list[tuple[str, Callable[..., Reply]]] = [
-    (r"/v1/xorbs/default/([0-9a-f]{64})", put_xorb),
-    (r"/v1/shards", put_shard),
-    (r"/v1/reconstructions/([0-9a-f]{64})", get_reconstruction),
-    (r"/xorb/([0-9a-f]{64})", get_xorb),
-    (rf"/api/buckets/{NAME}/xet-(?:read|write)-token", get_token),
-    (rf"/api/buckets/{NAME}/batch", batch),
-    (rf"/api/buckets/{NAME}/paths-info", paths_info),
-    (rf"/api/buckets/{NAME}/tree(?:/(.*))?", tree),
-    (rf"/api/buckets/{NAME}", bucket),
-    (rf"/buckets/{NAME}/resolve/(.+)", resolve),
-]
-
-
-class Request(NamedTuple):
-    method: str
-    path: str
-    query: str
-    headers: dict[str, str]
-    body: bytes
-
-    def byte_range(self, size: int) -> tuple[int, int]:
-        """[start, end) of the Range header; everything without one."""
-        found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("range", ""))
-        if not found:
-            return 0, size
-        return int(found[1]), min(int(found[2] or size - 1) + 1, size)
-
-
-def dispatch(hub: Hub, request: Request) -> Reply:
-    for pattern, route in ROUTES:
-        if found := re.fullmatch(pattern, request.path):
-            return route(hub, request, *found.groups())
-    return not_found("RouteNotFound")
+def not_found(code: str) -> Response:
+    return JSONResponse({"error": "not found"}, 404, {"X-Error-Code": code})
 
 
 # --- server -----------------------------------------------------------------------------------------------
 
 
-class BucketHandler(Handler):
-    hub: Hub
+class Hub:
+    """State of the server, which its one thread changes, and what a test may do to it."""
 
-    def handle_any(self) -> None:
-        url = urlsplit(self.path)
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        request = Request(self.command, unquote(url.path), url.query, headers, self.body())
-        reply = dispatch(self.hub, request)
-        self.answer(reply.status, reply.body, reply.headers)
+    def __init__(self) -> None:
+        self.base = ""
+        """Address of the server; a test may put a proxy's here."""
+        self.xorbs: dict[str, Xorb] = {}
+        self.files: dict[str, list[Segment]] = {}
+        self.buckets: dict[str, dict[str, Entry]] = {}
 
-    do_GET = do_POST = do_HEAD = do_PUT = do_DELETE = handle_any
+    def app(self) -> Starlette:
+        bucket = "/api/buckets/{owner}/{name}"
+        routes = [
+            ("POST", "/v1/xorbs/default/{xorb}", self.put_xorb),
+            ("POST", "/v1/shards", self.put_shard),
+            ("GET", "/v1/reconstructions/{file}", self.reconstruction),
+            ("GET", "/xorb/{xorb}", self.xorb),
+            ("GET", f"{bucket}/xet-{{kind}}-token", self.token),
+            ("POST", f"{bucket}/batch", self.batch),
+            ("POST", f"{bucket}/paths-info", self.paths_info),
+            ("GET", f"{bucket}/tree", self.tree),
+            ("GET", f"{bucket}/tree/{{prefix:path}}", self.tree),
+            ("POST", bucket, self.create),
+            ("GET", bucket, self.info),
+            ("GET", "/buckets/{owner}/{name}/resolve/{path:path}", self.resolve),
+        ]
+        return Starlette(routes=[Route(path, does, methods=[method]) for method, path, does in routes])
+
+    def flip(self, least: int) -> None:
+        """Change one stored byte in the middle of every xorb of at least `least` bytes.
+
+        Where that byte is content that could not be compressed, nobody on the way notices.
+        """
+        large = {name: xorb for name, xorb in self.xorbs.items() if len(xorb.body) >= least}
+        for name, xorb in large.items():
+            body = bytearray(xorb.body)
+            body[xorb.packed[-1] // 2] ^= 1
+            self.xorbs[name] = xorb._replace(body=bytes(body))
+
+    # --- the Xet store
+
+    async def put_xorb(self, request: Request) -> Response:
+        name, xorb = request.path_params["xorb"], read_xorb(await request.body())
+        return JSONResponse({"was_inserted": self.xorbs.setdefault(name, xorb) is xorb})
+
+    async def put_shard(self, request: Request) -> Response:
+        self.files |= read_shard(await request.body())
+        return JSONResponse({"result": 1})
+
+    async def reconstruction(self, request: Request) -> Response:
+        """Which chunks make up bytes [start, end) of a file, and where they are."""
+        if (file := request.path_params["file"]) not in self.files:
+            return not_found("EntryNotFound")
+        size = self.size(file)
+        start, end = byte_range(request, size)
+        return Response(status_code=416) if start >= size else JSONResponse(self.chunks(file, start, end))
+
+    def size(self, file: str) -> int:
+        return sum(segment.size for segment in self.files[file])
+
+    def chunks(self, file: str, start: int, end: int) -> dict[str, object]:
+        terms, ranges, at, skip = [], {}, 0, None
+        for xorb_hash, size, first, last in self.files[file]:
+            begin, finish = at, at + size
+            at = finish
+            if finish <= start or begin >= end:
+                continue
+            sizes = self.xorbs[xorb_hash].unpacked
+            while begin + sizes[first + 1] - sizes[first] <= start:
+                begin += sizes[first + 1] - sizes[first]
+                first += 1
+            while finish - (sizes[last] - sizes[last - 1]) >= end:
+                finish -= sizes[last] - sizes[last - 1]
+                last -= 1
+            skip = start - begin if skip is None else skip
+            chunks = {"start": first, "end": last}
+            terms.append({"hash": xorb_hash, "unpacked_length": finish - begin, "range": chunks})
+            low, high = ranges.get(xorb_hash, (first, last))
+            ranges[xorb_hash] = (min(low, first), max(high, last))
+        fetch = {}
+        for name, (first, last) in ranges.items():
+            packed = self.xorbs[name].packed
+            place = {"url": f"{self.base}/xorb/{name}", "range": {"start": first, "end": last}}
+            fetch[name] = [place | {"url_range": {"start": packed[first], "end": packed[last] - 1}}]
+        return {"offset_into_first_range": skip or 0, "terms": terms, "fetch_info": fetch}
+
+    async def xorb(self, request: Request) -> Response:
+        body = self.xorbs[request.path_params["xorb"]].body
+        start, end = byte_range(request, len(body))
+        return Response(body[start:end], 206, {"content-range": f"bytes {start}-{end - 1}/{len(body)}"})
+
+    async def token(self, request: Request) -> Response:
+        expires = int(time.time()) + 3600
+        headers = {"X-Xet-Cas-Url": self.base, "X-Xet-Access-Token": "token"}
+        headers["X-Xet-Token-Expiration"] = str(expires)
+        return JSONResponse({"casUrl": self.base, "accessToken": "token", "exp": expires}, headers=headers)
+
+    # --- the bucket
+
+    async def create(self, request: Request) -> Response:
+        name = bucket_of(request)
+        exists = name in self.buckets
+        self.buckets.setdefault(name, {})
+        return JSONResponse({"url": f"{self.base}/buckets/{name}"}, 409 if exists else 200)
+
+    async def info(self, request: Request) -> Response:
+        name = bucket_of(request)
+        if name not in self.buckets:
+            return not_found("RepoNotFound")
+        size, files = sum(entry.size for entry in self.buckets[name].values()), len(self.buckets[name])
+        info = {"id": name, "private": True, "createdAt": stamp(0), "size": size, "totalFiles": files}
+        return JSONResponse(info)
+
+    async def batch(self, request: Request) -> Response:
+        failed, files = [], self.buckets[bucket_of(request)]
+        for operation in map(json.loads, (await request.body()).splitlines()):
+            path, content = operation["path"], operation.get("xetHash")
+            if operation["type"] == "deleteFile":
+                files.pop(path, None)
+            elif content not in self.files:
+                failed.append({"path": path, "error": f"unknown xet hash {content}"})
+            else:
+                files[path] = Entry(content, self.size(content), operation["mtime"])
+        return JSONResponse({"success": not failed, "failed": failed}, 422 if failed else 200)
+
+    async def paths_info(self, request: Request) -> Response:
+        files, asked = self.buckets[bucket_of(request)], (await request.json())["paths"]
+        return JSONResponse([described(path, files[path]) for path in asked if path in files])
+
+    async def tree(self, request: Request) -> Response:
+        prefix, listed, folders = request.path_params.get("prefix"), list[Any](), set[str]()
+        start = f"{prefix}/" if prefix else ""
+        whole = request.query_params.get("recursive", "").lower() == "true"
+        for path, entry in sorted(self.buckets[bucket_of(request)].items()):
+            folder, _, rest = path.removeprefix(start).partition("/")
+            if path.startswith(start) and rest and not whole:
+                folders.add(start + folder)
+            elif path.startswith(start):
+                listed.append(described(path, entry))
+        above = [{"type": "directory", "path": path, "uploadedAt": stamp(0)} for path in sorted(folders)]
+        return JSONResponse(above + listed)
+
+    async def resolve(self, request: Request) -> Response:
+        entry = self.buckets[bucket_of(request)].get(request.path_params["path"])
+        if entry is None:
+            return not_found("EntryNotFound")
+        headers = {"X-Xet-Hash": entry.hash, "X-Linked-Size": str(entry.size), "ETag": f'"{entry.hash}"'}
+        headers["X-Xet-Refresh-Route"] = f"{self.base}/api/buckets/{bucket_of(request)}/xet-read-token"
+        return Response(headers=headers)
+
+
+def described(path: str, entry: Entry) -> dict[str, object]:
+    when = stamp(entry.mtime / 1000)
+    kind = {"type": "file", "path": path, "xetHash": entry.hash, "size": entry.size}
+    return {**kind, "mtime": when, "uploadedAt": when}
 
 
 @contextmanager
 def serve() -> Iterator[Hub]:
     """A running server's state; `base` is its address."""
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (BucketHandler,), {"hub": hub}))
-    hub.base = f"http://127.0.0.1:{server.server_address[1]}"
-    with served(server):
+    with answering(hub.app()) as hub.base:
         yield hub
 
 
