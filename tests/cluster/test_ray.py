@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ import psutil
 import pytest
 import ray_hosts
 from ray_hosts import RayHosts
+from waiting import until
 
 from distill.config.cluster import RayCluster
 from distill.launch.ray_cluster import Ray
@@ -69,15 +69,6 @@ def line(
     return cluster.command(cluster.hosts[0], client)
 
 
-def until(condition: Callable[[], object], seconds: float, say: Callable[[], str] = str) -> float:
-    """Seconds until it holds; fails after `seconds`."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds, say()
-        time.sleep(0.05)
-    return time.monotonic() - began
-
-
 def starts(path: Path) -> list[tuple[str, str]]:
     """(process id, index) of every role that has started, as a client's log has them."""
     return re.findall(r"^role (\d+) index (\w+)$", path.read_text(), re.MULTILINE) if path.exists() else []
@@ -90,8 +81,7 @@ class Client:
         self.log, words = folder / "log", line(cluster, [sys.executable, "-c", ROLE], *places)
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(words, env=cluster.environment, stdout=output, stderr=output)
-        until(lambda: len(starts(self.log)) == len(places) or self.process.poll() is not None, 90, self.text)
-        assert self.process.poll() is None, self.text()
+        until(lambda: len(starts(self.log)) == len(places), 90, self.text, self.process)
 
     def text(self) -> str:
         return self.log.read_text()

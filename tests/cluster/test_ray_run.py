@@ -6,16 +6,16 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import ray_hosts
 from ray_hosts import ROOT, RayHosts
+from waiting import until
 
 from distill.quickstart import source
+from distill.record.audit import audit
 
 REASON = ray_hosts.missing()
 pytestmark = [
@@ -40,14 +40,6 @@ def command(folder: Path, *settings: str) -> list[str]:
     return [*line, *(word for setting in over for word in ("--set", setting))]
 
 
-def until(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 400
-    while not condition():
-        assert process.poll() is None, log.read_text()[-4000:]
-        assert time.monotonic() < deadline, log.read_text()[-4000:]
-        time.sleep(0.2)
-
-
 def steps(folder: Path) -> int:
     path = folder / "runs/on-ray/metrics.jsonl"
     return len(path.read_text().splitlines()) if path.is_file() else 0
@@ -58,10 +50,8 @@ def check(folder: Path) -> None:
     summary = json.loads((folder / "runs/on-ray/summary.json").read_text())
     assert (summary["completed"], summary["weights_identical"]) == (True, True)
     assert summary["steps"] == STEPS
-    words = [sys.executable, "-P", "-m", "distill.cli.main", "audit", str(folder / "runs/on-ray")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    report = audit(folder / "runs/on-ray")
+    assert report.ok, report
 
 
 def test_a_run_completes_although_a_machine_is_lost(tmp_path: Path) -> None:
@@ -71,7 +61,7 @@ def test_a_run_completes_although_a_machine_is_lost(tmp_path: Path) -> None:
         words = cluster.command(cluster.hosts[0], command(tmp_path, *settings))
         with log.open("wb") as output:
             run = subprocess.Popen(words, env=cluster.environment, cwd=ROOT, stdout=output, stderr=output)
-        until(lambda: steps(tmp_path) >= LOST_AT, run, log)
+        until(lambda: steps(tmp_path) >= LOST_AT, 400.0, lambda: log.read_text()[-4000:], run)
         there = [host.processes("student_trainer") for host in cluster.hosts]
         assert sum(bool(found) for found in there) == 2, "the ranks are on two machines"
         lost = next(index for index in (1, 2) if there[index])
@@ -86,11 +76,12 @@ def test_a_run_completes_although_a_machine_is_lost(tmp_path: Path) -> None:
 
 def test_a_run_on_a_head_of_its_own(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with (tmp_path / "run.log").open("wb") as output:
+    log = tmp_path / "run.log"
+    with log.open("wb") as output:
         run = subprocess.Popen(command(tmp_path), env=environment, cwd=ROOT, stdout=output, stderr=output)
-    until(lambda: steps(tmp_path) >= LOST_AT, run, tmp_path / "run.log")
+    until(lambda: steps(tmp_path) >= LOST_AT, 400.0, lambda: log.read_text()[-4000:], run)
     below = psutil.Process(run.pid).children(recursive=True)
     assert any(process.name() == "raylet" for process in below)
-    assert run.wait(400) == 0, (tmp_path / "run.log").read_text()[-4000:]
+    assert run.wait(400) == 0, log.read_text()[-4000:]
     assert not [one for one in below if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     check(tmp_path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from local_slurm import REQUEUE_SECONDS, LocalSlurm, local_slurm, missing
 from run_on_letters import NAME, ROOT, command
 from small_config import make_config
+from waiting import until
 
 from distill.launch.slurm import job
 from distill.record.audit import audit
@@ -90,11 +90,7 @@ def rival(cluster: LocalSlurm, folder: Path, nodes: int) -> None:
 
 def wait(condition: Callable[[], object], seconds: float, cluster: LocalSlurm, job: str) -> float:
     """Seconds until it holds."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds, cluster.call("scontrol", "show", "job", job)
-        time.sleep(0.2)
-    return time.monotonic() - began
+    return until(condition, seconds, lambda: cluster.call("scontrol", "show", "job", job), poll_seconds=0.2)
 
 
 def test_processes_are_where_they_were_placed_and_share_no_gpu(in_a_job) -> None:

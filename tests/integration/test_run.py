@@ -18,7 +18,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from ipaddress import ip_address
@@ -36,6 +35,7 @@ from ports import free_port
 from recorded import rollouts_of, rows_of
 from tiny_models import language_model
 from trace_processor import Trace
+from waiting import until
 from weight_proof import prove
 
 from distill.config import StudentConfig
@@ -298,12 +298,8 @@ def share_changed(final: Path, run: Run) -> float:
     return sum(not torch.equal(start[name], end[name]) for name in start) / len(start)
 
 
-def wait_for(condition: Callable[[], Any], command: Command, seconds: float = 1200.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert command.process.poll() is None, command.said
-        assert time.monotonic() < deadline, command.said
-        time.sleep(0.1)
+def wait_for(condition: Callable[[], Any], command: Command) -> None:
+    until(condition, 1200.0, lambda: command.said, command.process, 0.1)
 
 
 def exported(urls: Sequence[str], token: str) -> set[str]:
@@ -321,21 +317,13 @@ def healthy(port: int) -> bool:
     return False
 
 
-def left_behind(score_hidden: str) -> list[psutil.Process]:
-    """Processes with `mark` in command line or environment that still live after a moment to leave in."""
-    deadline = time.monotonic() + 60.0
-    while (found := marked(score_hidden)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return found
-
-
-def marked(score_hidden: str) -> list[psutil.Process]:
+def marked(mark: str) -> list[psutil.Process]:
     """Living processes whose command line or environment holds `mark`."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = [*process.cmdline(), *process.environ().values()]
-            if process.status() != psutil.STATUS_ZOMBIE and any(score_hidden in word for word in words):
+            if process.status() != psutil.STATUS_ZOMBIE and any(mark in word for word in words):
                 found.append(process)
     return found
 
@@ -421,7 +409,7 @@ def test_each_role_alone_registers_with_a_token_while_replicas_join_and_leave(
             server.process.terminate()
         for server in servers.values():
             assert server.end() in (0, -signal.SIGTERM, 128 + signal.SIGTERM), server.said
-    assert left_behind(str(tmp_path)) == []
+    until(lambda: not marked(str(tmp_path)), say=lambda: str(marked(str(tmp_path))), poll_seconds=0.2)
 
 
 def check_that_no_other_run_gets_them(
@@ -484,7 +472,7 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
         os.killpg(running.process.pid, signal.SIGINT)
         assert running.end() == 130, run.logs(running)
         assert "go on with --resume" in running.said
-    assert left_behind(str(tmp_path)) == []
+    until(lambda: not marked(str(tmp_path)), say=lambda: str(marked(str(tmp_path))), poll_seconds=0.2)
     reached = run.summary()["steps"]
     latest = (run.run_dir / "checkpoints/latest").read_text().strip()
     assert Version.parse(latest).step == reached

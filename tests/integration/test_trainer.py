@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import waiting
 from forked import start
 from launched_trainer import STOP, Running, StubController, folder_digests, members, settings, shares, until
 from ports import free_port
@@ -191,9 +191,7 @@ def test_resumed_and_stopped_by_signal_equals_uninterrupted(
     begin_from(parent, tmp_path)
     config = settings(models, tmp_path, resumed.url, "qwen", trainer=trainer, **FULL)
     with Running(config) as running:
-        launched_trainer.wait_for(
-            lambda: [r.version.step for r in resumed.told(StepReport)] == [3, 4], running
-        )
+        running.until(lambda: [r.version.step for r in resumed.told(StepReport)] == [3, 4])
         os.killpg(running.process.pid, signal.SIGTERM)  # all of them, as a terminal does
         assert running.end() == 0, running.log
     (hello,) = resumed.told(wire.TrainerHello)
@@ -343,14 +341,11 @@ def test_ranks_leave_when_the_launcher_is_killed_which_ends_by_the_signal_of_a_r
     stub = controller(until(1, Wait()))
     config = settings(models, tmp_path, stub.url, "llama", trainer={"ranks": 1}, **TOPK)
     with Running(config) as running:
-        launched_trainer.wait_for(lambda: stub.told(StepReport), running)
+        running.until(lambda: stub.told(StepReport))
         launcher = psutil.Process(running.process.pid)
         (launcher if of == "launcher" else launcher.children()[0]).kill()
         assert running.process.wait(600.0) == -signal.SIGKILL
-        deadline = time.monotonic() + 600.0
-        while members(running.process.pid) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert members(running.process.pid) == []
+        waiting.until(lambda: not members(running.process.pid), 600.0, poll_seconds=0.1)
 
 
 # --- kept scores ------------------------------------------------------------------------------------------

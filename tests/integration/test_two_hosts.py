@@ -19,6 +19,9 @@ from pathlib import Path
 import pytest
 from run_on_words import ROOT, over, prepare
 from slow_link import SlowLink, missing
+from waiting import until
+
+from distill.record.audit import audit
 
 REASON = missing()
 pytestmark = [
@@ -66,14 +69,6 @@ def ended(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def until(condition: Callable[[], bool], process: subprocess.Popen[bytes], say: Callable[[], str]) -> None:
-    deadline = time.monotonic() + 1200
-    while not condition():
-        assert process.poll() is None, say()
-        assert time.monotonic() < deadline, say()
-        time.sleep(0.1)
-
-
 def test_a_run_over_a_thin_link_completes_although_the_link_is_cut(tmp_path: Path) -> None:
     distill = [sys.executable, "-P", "-m", "distill.cli.main"]
     steps = tmp_path / "runs/two-hosts/metrics.jsonl"
@@ -92,7 +87,7 @@ def test_a_run_over_a_thin_link_completes_although_the_link_is_cut(tmp_path: Pat
         make_bucket(a.command, a.address)
         processes.start("student", b.command([*distill, "student", config, *there]))
         run = processes.start("run", a.command([*distill, "run", config, *here]))
-        until(lambda: reached(CUT_AT), run, lambda: processes.log("run") + processes.log("student"))
+        until(lambda: reached(CUT_AT), 1200.0, lambda: processes.log("run") + processes.log("student"), run)
         link.up = False
         time.sleep(CUT_SECONDS)
         cut_at = len(steps.read_text().splitlines())
@@ -104,18 +99,12 @@ def test_a_run_over_a_thin_link_completes_although_the_link_is_cut(tmp_path: Pat
     summary = json.loads((tmp_path / "runs/two-hosts/summary.json").read_text())
     assert (summary["completed"], summary["weights_identical"]) == (True, True)
     assert summary["steps"] == STEPS
-    audit = [*distill, "audit", str(tmp_path / "runs/two-hosts")]
-    done = subprocess.run(
-        audit, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    report = audit(tmp_path / "runs/two-hosts")
+    assert report.ok, report
 
 
 def make_bucket(command: Callable[[list[str]], list[str]], address: str) -> None:
     """Ask host a's S3 server for the bucket, as soon as it listens."""
     code = f"import httpx; httpx.put('http://{address}:9000/bucket', trust_env=False).raise_for_status()"
-    deadline = time.monotonic() + 600
     line = command([sys.executable, "-c", code])
-    while subprocess.run(line, capture_output=True, check=False).returncode != 0:
-        assert time.monotonic() < deadline, "the S3 server did not come up"
-        time.sleep(0.5)
+    until(lambda: subprocess.run(line, capture_output=True, check=False).returncode == 0, 600.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+import waiting
 from flat_tensors import digest
 from forked import start
 from plain_step import flat_rows
@@ -196,11 +196,12 @@ class Running:
     def end(self, timeout: float = 1200.0) -> int:
         """Exit code; nothing of the session may live on."""
         code = self.process.wait(timeout)
-        deadline = time.monotonic() + 600.0
-        while members(self.process.pid) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert members(self.process.pid) == [], "a process outlived the launcher"
+        waiting.until(lambda: not members(self.process.pid), 600.0, poll_seconds=0.1)
         return code
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        """Wait for it while the launcher lives."""
+        waiting.until(condition, 1200.0, lambda: self.log, self.process)
 
 
 def members(session: int) -> list[psutil.Process]:
@@ -213,14 +214,6 @@ def members(session: int) -> list[psutil.Process]:
         except (ProcessLookupError, psutil.Error):
             continue
     return found
-
-
-def wait_for(condition: Callable[[], Any], running: Running, timeout: float = 1200.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert running.process.poll() is None, running.log
-        assert time.monotonic() < deadline, running.log
-        time.sleep(0.05)
 
 
 def folder_digests(folder: Path) -> dict[str, str]:

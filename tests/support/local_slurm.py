@@ -15,13 +15,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from ports import free_port
+from waiting import until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 UP_SECONDS = 30.0
@@ -97,8 +97,8 @@ def local_slurm(folder: Path, nodes: int = 4, gpus: int = 2, cpus: int = 8) -> I
                     start_new_session=True,
                 )
             if name == "munged":
-                _until(lambda: (folder / "munge.socket").exists(), "munged")
-        _until(lambda: _idle(cluster) == nodes, f"the nodes; see {folder}/*.log")
+                until((folder / "munge.socket").exists, UP_SECONDS)
+        until(lambda: _idle(cluster) == nodes, UP_SECONDS, lambda: f"see {folder}/*.log", poll_seconds=0.2)
         yield cluster
     finally:
         _end(cluster)
@@ -162,21 +162,10 @@ def _munge_files(folder: Path) -> list[str]:
 
 def _idle(cluster: LocalSlurm) -> int:
     try:
-        return (
-            cluster.call("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T")
-            .split()
-            .count("idle")
-        )
+        states = cluster.call("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T")
+        return states.split().count("idle")
     except subprocess.CalledProcessError:  # the controller is not up yet
         return 0
-
-
-def _until(condition: object, what: str, seconds: float = UP_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not up after {seconds:g} s: {what}")
-        time.sleep(0.2)
 
 
 def _end(cluster: LocalSlurm) -> None:
@@ -184,8 +173,8 @@ def _end(cluster: LocalSlurm) -> None:
     with contextlib.suppress(subprocess.SubprocessError):
         cluster.call("scancel", "--state=PENDING", "--user=root")
         cluster.call("scancel", "--user=root")
-        with contextlib.suppress(TimeoutError):
-            _until(lambda: not cluster.call("squeue", "--noheader"), "the jobs' end", 15.0)
+        with contextlib.suppress(AssertionError):
+            until(lambda: not cluster.call("squeue", "--noheader"), 15.0)
     for daemon in reversed(cluster.daemons.values()):
         daemon.send_signal(signal.SIGTERM)
     for daemon in cluster.daemons.values():

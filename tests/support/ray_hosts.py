@@ -6,12 +6,12 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Final
 
 import hosts
 from hosts import Host, Switch
+from waiting import until
 
 from distill.launch.ray_cluster import HEALTH
 
@@ -86,11 +86,7 @@ class RayHosts:
                 stderr=output,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + START_SECONDS
-        while "Ray runtime started" not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
+        until(lambda: "Ray runtime started" in log.read_text(), START_SECONDS, log.read_text, process)
 
     def kill(self, index: int, name: str = "raylet") -> None:
         """SIGKILL a host's raylet, or another process of Ray."""

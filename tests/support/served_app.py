@@ -18,8 +18,8 @@ from sync.wire.server import read_message, refuse, reply
 
 
 @asynccontextmanager
-async def at_url(app: Any, token: str | None = None) -> AsyncIterator[str]:
-    bound = listen("127.0.0.1", 0, token)
+async def at_url(app: Any, token: str | None = None, port: int = 0) -> AsyncIterator[str]:
+    bound = listen("127.0.0.1", port, token)
     async with serving(app, bound):
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 
-import uvicorn
+from served_app import at_url
 
 from sync.wire import TeacherInfo
 from sync.wire.claims import Claim
@@ -28,33 +27,11 @@ async def serving(
     body_bytes: int = 1 << 28,
 ) -> AsyncIterator[str]:
     """URL of the service while it runs."""
-    engine_info = engine.engine_info
-    info = TeacherInfo(
-        name="t",
-        model=model,
-        revision=None,
-        dtype=engine_info.dtype,
-        engine=engine_info.engine,
-        vocab_size=engine_info.vocab_size,
-        hidden_size=engine_info.hidden_size,
-        max_length=engine_info.max_length,
-        max_topk=engine_info.max_topk,
-        tokenizer_fingerprint="0",
-        chat_template_fingerprint=None,
-        fingerprint=model,
-        can=list(engine_info.can),
-    )
+    facts = asdict(engine.engine_info) | {"name": "t", "model": model, "fingerprint": model}
+    facts |= {"tokenizer_fingerprint": "0", "chat_template_fingerprint": None, "can": [*facts["can"]]}
+    del facts["concurrency"]
     config = TeacherConfig(path="t", queue_tokens=queue_tokens, wire_dtype="float32")
-    limits = Limits(engine_info.max_length, queue_tokens, 1 << 29, body_bytes, 4 * body_bytes)
-    service = TeacherService(engine, info, config, limits, token=token, claim=claim)
-    server = uvicorn.Server(uvicorn.Config(service.app, log_level="error", timeout_graceful_shutdown=1))
-    with socket.socket(proto=socket.IPPROTO_TCP) as listener:  # else asyncio lets answers wait for 40 ms
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen()
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            yield "http://127.0.0.1:{1}".format(*listener.getsockname())
-        finally:
-            server.should_exit = True
-            await task
+    limits = Limits(facts["max_length"], queue_tokens, 1 << 29, body_bytes, 4 * body_bytes)
+    app = TeacherService(engine, TeacherInfo(**facts), config, limits, token=token, claim=claim).app
+    async with app.router.lifespan_context(app), at_url(app, port=port) as url:
+        yield url
