@@ -10,6 +10,7 @@ import pytest
 import torch
 from forked import output_of
 from run_on_letters import NAME, ROOT, command
+from tiny_models import model_of
 
 from distill.evaluation import statistics
 from distill.evaluation.completions import file_of
@@ -30,9 +31,7 @@ def called(words: list[str]) -> None:
 @torch.no_grad()
 def plain_reverse_kl(student: Path, teacher: Path, rows: list[dict[str, Any]]) -> float:
     """The metric by its definition: both models in fp32, one sequence at a time, the whole vocabulary."""
-    from transformers import AutoModelForCausalLM
-
-    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (student, teacher)]
+    models = [model_of(path) for path in (student, teacher)]
     total, tokens = 0.0, 0
     for row in rows:
         prompt = letter_tokenizer().encode(row["prompt"])

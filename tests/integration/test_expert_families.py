@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import families_in_vllm
 import numpy as np
 import pytest
 import torch
 from families_in_vllm import PROMPT
+from route_recorder import written
 from routed_models import NOT_UPDATED, SERVED, live_routes, save_for_vllm
+from tiny_models import model_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 TOLERANCE = 1e-4
@@ -30,17 +29,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(home: Path) -> dict[str, np.ndarray]:
-    out = home / "found.npz"
-    line = [sys.executable, families_in_vllm.__file__, str(home), str(out), *SERVED, *NOT_UPDATED]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return dict(np.load(out))
-
-
-def model_of(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return written(families_in_vllm.__file__, home, *SERVED, *NOT_UPDATED, home / "found.npz")
 
 
 def logp_of(folder: Path, tokens_RL: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ import torch
 import vllm_replica
 from flat_tensors import digests
 from safetensors.torch import load_file, save_file
+from tiny_models import model_of
 from vllm_replica import TOKEN, VOCABULARY, Server, broadcast, generate, logp_TV, prompt_logprobs, update
 
 from distill.launch.supervise import first_error
@@ -73,12 +74,6 @@ def folders(setup):
 
 
 # --- what is measured -------------------------------------------------------------------------------------
-
-
-def model_of(folder: Path):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def error(folder: Path, *of, **more) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +12,7 @@ import route_recorder
 import torch
 from route_recorder import ASKED, COMPLETION, PROMPT, SEQUENCES
 from routed_models import chosen
+from tiny_models import model_of
 from vllm_replica import save_model
 
 from student_trainer.routing import placed, replayed, routers
@@ -35,23 +34,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def found(folders: list[Path]) -> dict[str, np.ndarray]:
-    out = folders[0].parent / "found.npz"
-    line = [sys.executable, route_recorder.__file__, *map(str, folders), str(out)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return dict(np.load(out))
+    return route_recorder.written(route_recorder.__file__, *folders, folders[0].parent / "found.npz")
 
 
 def sequences(found: dict[str, np.ndarray], name: str) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(tokens, routes, log-probabilities) of all sequences of this name."""
     names = [key.removesuffix("/tokens") for key in found if key.startswith(name) and key.endswith("/tokens")]
     return [(found[f"{one}/tokens"], found[f"{one}/routes"], found[f"{one}/logp"]) for one in names]
-
-
-def model_of(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def test_recorded_routes_are_those_of_transformers_at_every_position(

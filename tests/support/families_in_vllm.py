@@ -1,6 +1,6 @@
 """Families with experts in vLLM's engines on a CPU, one after the other in a process of its own.
 
-    python families_in_vllm.py FOLDER OUT.npz FAMILY ...
+    python families_in_vllm.py FOLDER FAMILY … OUT.npz
 
 FOLDER has FAMILY/first and FAMILY/second. A replica generates with the first one's weights, is brought to the
 second's by the project's own update, and generates again, recording its routes: OUT holds tokens, logp and
@@ -56,9 +56,10 @@ def replica(home: Path) -> dict[str, Any]:
     return found
 
 
-def replicas(folder: str, out: str, *families: str) -> None:
+def replicas(folder: str, *words: str) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    *families, out = words
     found: dict[str, Any] = {}
     for family in families:
         found |= {f"{family}/{name}": np.array(one) for name, one in replica(Path(folder) / family).items()}

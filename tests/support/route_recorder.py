@@ -10,10 +10,12 @@ sequence with its routes, and what happened on the way.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,14 @@ OURS = {
     "weight_transfer_config": {"backend": "distill"},
     "worker_extension_cls": "sync.vllm.engine.WorkerExtension",
 }
+
+
+def written(program: str, *words: str | Path) -> dict[str, np.ndarray]:
+    """What a program such as this one writes to the last of its words."""
+    line = [sys.executable, program, *map(str, words)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return dict(np.load(words[-1]))
 
 
 def swap(rpc: Callable[..., list[Any]], folder: str) -> str | None:

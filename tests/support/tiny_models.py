@@ -31,6 +31,11 @@ def language_model(kind: str, seed: int = 0, **fields: Any) -> Any:
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
+def model_of(folder: Path) -> Any:
+    """The model of a folder in fp32, as transformers computes it."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def save_adapter(base: Path, folder: Path, seed: int, rank: int, std: float = 0.3) -> None:
     """A random adapter of all linear layers of the model in `base`, in bf16, as peft saves it."""
     from peft import LoraConfig, get_peft_model

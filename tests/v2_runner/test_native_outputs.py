@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,9 @@ import pytest
 import route_recorder
 import torch
 from native_outputs import CUTS, FIRST_GATHERED
-from route_recorder import COMPLETION, PROMPT, SEQUENCES
+from route_recorder import COMPLETION, PROMPT, SEQUENCES, written
 from routed_models import chosen
+from tiny_models import model_of
 from vllm_replica import save_model
 
 pytestmark = [
@@ -39,28 +38,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def outputs(script: Any, *words: Path) -> Arrays:
-    """What a script of tests/support writes to the last of these paths."""
-    line = [sys.executable, script.__file__, *map(str, words)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=550, check=False)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return dict(np.load(words[-1]))
+    return model_of(folder)
 
 
 @pytest.fixture(scope="module")
 def recorded(folder: Path) -> Arrays:
     """By our record, on the first model runner."""
-    return outputs(route_recorder, folder, folder, folder.parent / "recorded.npz")
+    return written(route_recorder.__file__, folder, folder, folder.parent / "recorded.npz")
 
 
 @pytest.fixture(scope="module")
 def native(folder: Path, recorded: Arrays) -> Arrays:
-    return outputs(native_outputs, folder, folder.parent / "recorded.npz", folder.parent / "native.npz")
+    return written(
+        native_outputs.__file__, folder, folder.parent / "recorded.npz", folder.parent / "native.npz"
+    )
 
 
 def logp_TV(model: Any, tokens: np.ndarray, prompt: int, temperature: float = 1.0) -> torch.Tensor:

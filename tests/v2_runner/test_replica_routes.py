@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import torch
 from routed_models import chosen
+from tiny_models import model_of
 from vllm_replica import TOKEN, Server, Versions, generate, more_tokens, save_model, update
 
 from sync.base.errors import RemoteError
@@ -48,12 +48,6 @@ def server(folders: list[Path]) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
-
-
-def model_of(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def found(prompt: list[int], answer: Generated) -> tuple[np.ndarray, np.ndarray]:
