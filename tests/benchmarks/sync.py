@@ -33,12 +33,14 @@ import httpx
 import numpy as np
 import torch
 import typer
+from published import Moving
 from tiny_models import language_model, save_adapter, save_words
-from weight_proof import RUN, Versions, on_loopback
 
 from distill.config import StudentConfig
+from distill.launch import replica_command
 from distill.launch.preflight import serving
 from distill.launch.roles import Ports
+from distill.launch.supervise import ChildSpec
 from distill.rollout.replica_client import HttpReplica
 from sync import wire
 from sync.base.address import token_from_environment
@@ -161,7 +163,7 @@ def make(size: Size, folder: Path) -> tuple[Path, Path]:
     return model, adapter
 
 
-def publish_moved(versions: Versions, kind: str, random: np.random.Generator) -> wire.Published:
+def publish_moved(versions: Moving, kind: str, random: np.random.Generator) -> wire.Published:
     """The next version, of whose elements CHANGED have moved by one unit in the last place."""
     for array in versions.arrays.values():
         array[random.integers(0, array.size, max(1, int(CHANGED * array.size)))] ^= 1
@@ -203,8 +205,8 @@ def run_stores(size: Size, folder: Path) -> Figures:
     plans: tuple[tuple[Path, tuple[str, ...]], ...] = ((model, ("full", "delta")), (adapter, ("lora",)))
     for name, (source, kinds) in itertools.product(STORES, plans):
         work = Path(tempfile.mkdtemp(dir=folder, prefix=f"{name}-"))
-        with opened(name, work) as store, Mirror(work / "mirror", store, RUN) as mirror:
-            versions, random = Versions(source, work, store), np.random.default_rng(0)
+        with opened(name, work) as store, Mirror(work / "mirror", store, "tests") as mirror:
+            versions, random = Moving(source, work, store), np.random.default_rng(0)
             for kind in kinds:
                 published, stage_seconds = [], []
                 for _ in range(size.repeats):
@@ -230,7 +232,7 @@ def run_swaps(size: Size, folder: Path) -> Figures:
 
 async def swapped(size: Size, model: Path, work: Path) -> Figures:
     """Swap full versions, then deltas in windows between quiet ones; then vLLM's own reload."""
-    publisher, random = Versions(model, work, DirectoryStore(work / "store")), np.random.default_rng(0)
+    publisher, random = Moving(model, work, DirectoryStore(work / "store")), np.random.default_rng(0)
     plan = ["full"] * size.repeats + ["delta"] * TURNS * size.swaps
     versions = [publish_moved(publisher, kind, random).version for kind in plan]
     lost: list[float] = []
@@ -263,9 +265,11 @@ async def started(model: Path, work: Path) -> AsyncIterator[HttpReplica]:
         engine_args={"max-model-len": CONTEXT, "max-num-seqs": 256, "enforce-eager": True},
         env={"VLLM_SERVER_DEV_MODE": "1"},
     )
-    settings = ReplicaConfig(run=RUN, store_path=work / "store", mirror=work / "mirror")
+    settings = ReplicaConfig(run="tests", store_path=work / "store", mirror=work / "mirror")
     with Ports() as ports:
-        child = on_loopback(config, settings, 0, ports)
+        port = ports.take("127.0.0.1", 0, "student.port")
+        line, environment = replica_command.command(config, settings, 0, "127.0.0.1", port)
+        child = ChildSpec("student-0", line, environment, url=f"http://127.0.0.1:{port}")
         client = HttpReplica(str(child.url), token_from_environment())
         async with serving([child], work / "logs", START_SECONDS), contextlib.aclosing(client) as replica:
             yield replica

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors.numpy import save_file
 
 from sync.weights import Mirror, Publisher, RunIdentity, Slice, Version, checkpoint
 from sync.weights.stores import Store
+from sync.wire import Published
 
 Weights = Mapping[str, np.ndarray]
 
@@ -45,3 +47,25 @@ def publisher_of(
     kinds = {name: (values.shape, f"f{values.itemsize}") for name, values in weights.items()}
     slices = [Slice(name, shape, kind, 0, weights[name].size) for name, (shape, kind) in kinds.items()]
     return Publisher(store, RunIdentity(run, run_id, checkpoint.model_fingerprint(kinds)), slices, **options)
+
+
+class Moving:
+    """Publishes a copy of a folder as it is changed: version n is step n of lineage 1 of run "tests"."""
+
+    def __init__(self, folder: Path, work: Path, store: Store) -> None:
+        self._folder, self._step = work / "folder", 0
+        shutil.copytree(folder, self._folder)
+        self.places = checkpoint.tensors(self._folder)
+        self.arrays: dict[str, Any] = checkpoint.bits(self.places, writable=True)
+        """Tensor → its bits; a change of them is in the copy."""
+        slices = [Slice(n, at.shape, at.kind, 0, self.arrays[n].size) for n, at in self.places.items()]
+        identity = RunIdentity("tests", model=checkpoint.fingerprint(self.places))
+        self._publisher = Publisher(store, identity, slices)
+
+    def publish(self, kind: str) -> Published:
+        """The next version; a delta needs a full one before it."""
+        version = Version(1, self._step)
+        self._step += 1
+        if kind == "delta":
+            return self._publisher.delta(version, self.arrays)
+        return self._publisher.anchor(version, None, self._folder, self.arrays, kind)  # type: ignore[arg-type]
