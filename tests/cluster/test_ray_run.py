@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 import ray_hosts
-from ray_hosts import ROOT, RayHosts
+from ray_hosts import RayHosts
 from waiting import until
+from whole_run import DISTILL, ROOT, over
 
 from distill.quickstart import source
 from distill.record.audit import audit
@@ -33,11 +33,9 @@ ROLES = ("distill.cli", "distill.evaluation", "teacher_service", "student_traine
 def command(folder: Path, *settings: str) -> list[str]:
     """`distill run` of the quickstart's file, in `folder`."""
     path, ours = source(0)
-    over = [*ours, f"run.folder={folder}/runs", "run.name=on-ray", f"run.steps={STEPS}"]
-    over += ["evaluation.every=30", "evaluation.prompts=64", "trainer.checkpoint_every=10"]
-    over += ["tracking.wandb=disabled", "cluster.type=ray", *settings]
-    line = [sys.executable, "-P", "-m", "distill.cli.main", "run", str(path)]
-    return [*line, *(word for setting in over for word in ("--set", setting))]
+    more = [f"run.folder={folder}/runs", "run.name=on-ray", f"run.steps={STEPS}", "evaluation.every=30"]
+    more += ["evaluation.prompts=64", "trainer.checkpoint_every=10", "tracking.wandb=disabled"]
+    return [*DISTILL, "run", str(path), *over(*ours, *more, "cluster.type=ray", *settings)]
 
 
 def steps(folder: Path) -> int:

@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 from local_slurm import REQUEUE_SECONDS, LocalSlurm, local_slurm, missing
-from run_on_letters import NAME, ROOT, command
+from run_on_letters import NAME, command
 from small_config import make_config
 from waiting import until
+from whole_run import ROOT
 
 from distill.launch.slurm import job
 from distill.record.audit import audit

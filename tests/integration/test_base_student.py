@@ -4,15 +4,14 @@ and more ids, resumed; and the run of a probe."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from run_on_words import over, prepare
+from run_on_words import prepare
 from tiny_models import save_words
 from vllm_replica import VOCABULARY, save_model
+from whole_run import called, over
 
 import distill
 from distill.launch import probe
@@ -20,20 +19,18 @@ from distill.record.audit import audit
 
 pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.filterwarnings("ignore")]
 MORE, STUDENT_END, TEACHER_END = 8, 62, 1
-TABLES = "samples_every = 1\nsamples = 16\n[evaluation]\nevery = 1\nprompts = 8\n"
+SECTIONS = {"tracking": {"samples_every": 1, "samples": 16}, "evaluation": {"every": 1, "prompts": 8}}
 
 
 def test_a_base_student_learns_its_teachers_end_and_never_samples_ids_of_its_own(tmp_path: Path) -> None:
-    config = prepare(tmp_path, "base", 2, more=TABLES)
+    config = prepare(tmp_path, "base", 2, **SECTIONS)
     save_model("Qwen3", 0, tmp_path / "student", padding=MORE)
     own = {"eos_token": f"w{STUDENT_END}", "pad_token": f"w{STUDENT_END}", "bos_token": "w63"}
     save_words(tmp_path / "student", (f"w{i}" for i in range(VOCABULARY + MORE)), **own)
     for more in ([], [*over("run.steps=4"), "--resume"]):
-        command = [sys.executable, "-m", "distill.cli.main", "run", str(config), *more]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "are the student's alone" in done.stdout
-        assert "1 is learnt (rollout.stop_token_ids)" in done.stdout
+        said = called("run", str(config), *more)
+        assert "are the student's alone" in said
+        assert "1 is learnt (rollout.stop_token_ids)" in said
     run = tmp_path / "runs/base"
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     sampled = [sample["tokens"] for sample in samples]

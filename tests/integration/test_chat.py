@@ -3,14 +3,14 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from run_on_letters import NAME, ROOT, command
+from run_on_letters import NAME, command
 from tiny_models import save_adapter
+from whole_run import DISTILL, ROOT
 
 from distill.config.loading import load
 
@@ -25,7 +25,7 @@ def test_piped_prompts_get_two_answers_each_and_no_process_is_left(tmp_path: Pat
     config = load(tmp_path / f"{NAME}.toml", ["trainer.lora.rank=4"]).model_dump(mode="json")
     (run / "config.json").write_text(json.dumps(config))
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "distill.cli.main", "chat", str(run), *ARGUMENTS],
+        [*DISTILL, "chat", str(run), *ARGUMENTS],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "60"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

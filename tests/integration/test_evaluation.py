@@ -1,16 +1,14 @@
 """Evaluations of a real run, and of a folder without a run: vLLM, the teacher service and the evaluator."""
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import output_of
-from run_on_letters import NAME, ROOT, command
+from run_on_letters import NAME, command
 from tiny_models import model_of
+from whole_run import called, over
 
 from distill.evaluation import statistics
 from distill.evaluation.completions import file_of
@@ -22,10 +20,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.filterwarnings("i
 STEPS, PROMPTS, K = 4, 24, 4
 AGAIN = f'{{source={{type="task", task="sort_letters"}}, prompts=10, completions={K}, temperature=0.7}}'
 EVALUATION = f"{{every=2, prompts={PROMPTS}, threads=1, sets={{again={AGAIN}}}}}"
-
-
-def called(words: list[str]) -> None:
-    output_of(words, os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
 
 
 @torch.no_grad()
@@ -51,7 +45,7 @@ def rows_of(run: Path, version: Version, name: str = "held_out") -> list[dict[st
 def test_a_run_is_evaluated_by_its_servers_as_by_plain_models_in_one_process(tmp_path: Path) -> None:
     """Its one replica is held for it; the named set has four completions of each prompt."""
     settings = (f"evaluation={EVALUATION}", 'teachers.only.dtype="float32"')
-    called(command(tmp_path, STEPS, *settings))
+    called(*command(tmp_path, STEPS, *settings)[3:])
     run = tmp_path / NAME
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["completed"], summary["weights_identical"], summary["problems"]) == (True, True, [])
@@ -72,7 +66,7 @@ def test_a_run_is_evaluated_by_its_servers_as_by_plain_models_in_one_process(tmp
     assert f"| reverse KL, nats per token | {before:.3f} | {after:.3f} |" in card
     assert "| again, pass@1 | " in card
     (tmp_path / "final").symlink_to(final)
-    check_evaluate(tmp_path, [str(config), *(w for s in settings for w in ("--set", s))], final)
+    check_evaluate(tmp_path, [str(config), *over(*settings)], final)
 
 
 def check_set(report: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -91,13 +85,13 @@ def check_set(report: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 def check_evaluate(tmp_path: Path, words: list[str], final: Path) -> None:
     """`distill evaluate`: a teacher against itself is 0; a student's completions can be read."""
     figures, texts = tmp_path / "figures.json", tmp_path / "texts"
-    distill = [sys.executable, "-P", "-m", "distill.cli.main", "evaluate", *words, "--json", str(figures)]
-    called([*distill, "--model", str(final), "--completions", str(texts)])
+    evaluate = ["evaluate", *words, "--json", str(figures), "--model"]
+    called(*evaluate, str(final), "--completions", str(texts))
     report = json.loads(figures.read_text())
     rows = [json.loads(line) for line in (texts / "held_out.jsonl").read_text().splitlines()]
     plain = plain_reverse_kl(final, tmp_path / "teacher", rows)
     assert report["reverse_kl"] == pytest.approx(plain, rel=1e-4)
     assert set(report["sets"]) == {"again"}
     assert (texts / "again.jsonl").is_file()
-    called([*distill, "--model", str(tmp_path / "teacher")])
+    called(*evaluate, str(tmp_path / "teacher"))
     assert json.loads(figures.read_text())["reverse_kl"] == pytest.approx(0.0, abs=1e-6)

@@ -11,12 +11,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from run_on_words import ROOT, over, prepare
+from run_on_words import prepare
 from slow_link import INTERFACE, SlowLink, missing
+from whole_run import DISTILL, ROOT, over
 
 REASON = missing() or (None if shutil.which("pdsh") else "the command `pdsh` is missing (package pdsh)")
 pytestmark = [
@@ -66,9 +66,8 @@ def test_ranks_on_two_machines_train_one_model(tmp_path: Path) -> None:
         path = f"{enter_namespaces(tmp_path, link)}:{os.environ['PATH']}"
         environment = {name: value for name, value in os.environ.items() if name != "DISTILL_TOKEN"}
         environment |= {"PATH": path, "PYTHONPATH": str(ROOT), "DISTILL_TOKEN_FILE": str(tmp_path / "token")}
-        line = [sys.executable, "-P", "-m", "distill.cli.main", "run", str(config), *settings]
         done = subprocess.run(
-            link.hosts[0].command(line),
+            link.hosts[0].command([*DISTILL, "run", str(config), *settings]),
             env=environment,
             cwd=tmp_path,
             capture_output=True,

@@ -12,12 +12,12 @@ import pytest
 import torch
 import vllm_replica
 from flat_tensors import digests
-from forked import output_of
 from huggingface_hub import ModelCard
-from run_on_words import ROOT, over, prepare
+from run_on_words import prepare
 from safetensors.torch import load_file, save_file
 from tiny_models import save_adapter
 from vllm_replica import Server, Versions, broadcast, distance, generate, prompt_logprobs, update
+from whole_run import called, over
 
 from distill.evaluation.models import load_model, merged
 from sync.base.errors import RemoteError
@@ -134,16 +134,6 @@ async def test_an_altered_adapter_keeps_the_old_one(setup):
         assert error(base, adapters[0], [5, 6, 7], answer) < TOLERANCE
 
 
-MORE = f"""
-[trainer.lora]
-rank = {RANK}
-alpha = 8
-[evaluation]
-prompts = 16
-threads = 1
-"""
-
-
 STOCK = """
 import sys, vllm
 options = {"enforce_eager": True, "max_model_len": 64, "kv_cache_memory_bytes": 1 << 26}
@@ -164,24 +154,18 @@ def stock_completion(folder: Path) -> str:
     return done.stdout.partition("said ")[2].strip()
 
 
-def call(*words: str) -> str:
-    """What `distill WORDS` prints."""
-    line = [sys.executable, "-P", "-m", "distill.cli.main", *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return output_of(line, environment)
-
-
 def trained(folder: Path, stored: int, *settings: str) -> Path:
     """Folder of a run of two ranks that evaluated, with so many versions in its store."""
-    config = prepare(folder, "lora", STEPS, ranks=2, more=MORE)
-    call("run", str(config), *over("trainer.lr=2e-2", *settings))
+    trainer = {"ranks": 2, "lora": {"rank": RANK, "alpha": 8}}
+    config = prepare(folder, "lora", STEPS, trainer=trainer, evaluation={"prompts": 16, "threads": 1})
+    called("run", str(config), *over("trainer.lr=2e-2", *settings))
     run = folder / "runs/lora"
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["completed"], summary["weights_identical"]) == (True, True)
     assert summary["evaluations"][-1]["reverse_kl"] < summary["evaluations"][0]["reverse_kl"]
-    listing = call("sync", "ls", str(run)).splitlines()
+    listing = called("sync", "ls", str(run)).splitlines()
     assert [line.split()[1] for line in listing] == ["lora"] * stored
-    assert "whole" in call("sync", "verify", str(run))
+    assert "whole" in called("sync", "verify", str(run))
     return run
 
 
@@ -200,7 +184,7 @@ def test_a_whole_run_trains_publishes_swaps_evaluates_and_merges_adapters(tmp_pa
 
     assert "AutoPeftModelForCausalLM" in ModelCard.load(run / "final/README.md").text
 
-    call("export", str(run), str(tmp_path / "merged"))
+    called("export", str(run), str(tmp_path / "merged"))
     assert ModelCard.load(tmp_path / "merged/README.md").data.library_name == "transformers"
     assert stock_completion(tmp_path / "merged")
     expected = merged(ModelSource(path=str(tmp_path / "student")), run / "final").state_dict()
@@ -209,5 +193,5 @@ def test_a_whole_run_trains_publishes_swaps_evaluates_and_merges_adapters(tmp_pa
     start = load_file(tmp_path / "student/model.safetensors")
     assert found.keys() == start.keys()
     assert any(not torch.equal(found[name], start[name]) for name in start)
-    call("export", str(run), str(tmp_path / "adapter"), "--adapter")
+    called("export", str(run), str(tmp_path / "adapter"), "--adapter")
     assert digests(tmp_path / "adapter") == digests(run / "final")

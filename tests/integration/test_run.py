@@ -17,7 +17,6 @@ import json
 import os
 import re
 import signal
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -36,10 +35,12 @@ from flat_tensors import digest as digest_of_array
 from ports import free_port
 from published import Moving
 from recorded import rollouts_of, rows_of
+from run_on_letters import ENGINE_ARGS
 from tiny_models import language_model
 from trace_processor import Trace
 from vllm_replica import Server, prompt_logprobs, update
 from waiting import until
+from whole_run import DISTILL, ROOT, over, written
 
 from distill.metrics.page import ROWS
 from distill.metrics.summary import digest_of_all
@@ -58,7 +59,6 @@ from sync.wire import ReplicaState, Servers, Version, unpack
 from sync.wire.client import BlockingPeer, Peer
 
 pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.filterwarnings("ignore")]
-ROOT = Path(__file__).parents[2]
 STEPS, BATCH, MANY, GRACE_SECONDS = 5, 8, 100, 120
 BOTH_ENDS = {"type": "task", "task": "sort_letters"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -75,34 +75,6 @@ def reward_fn(prompt, completion):
 """
 """A reward_fn that answers for no held-out prompt once it has answered for the rollouts of all five steps."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-SETTINGS = """
-[run]
-name = "run"
-folder = "{folder}"
-steps = 5
-grace_seconds = {grace}
-start_seconds = 1200
-[student]
-path = "{models}/{student}"
-[student.engine_args]
-max-model-len = 64
-max-num-seqs = 32
-num-gpu-blocks-override = 64
-enforce-eager = true
-[teachers.teacher]
-path = "{models}/teacher"
-threads = 1
-[rollout]
-batch = 8
-max_tokens = 8
-[trainer]
-ranks = 1
-deepspeed = "{root}/configs/deepspeed/zero3_cpu.json"
-threads = 1
-lr = 1e-3
-[tracking]
-wandb = "disabled"
-"""
 
 
 # --- models and prompts -----------------------------------------------------------------------------------
@@ -177,9 +149,8 @@ class Command:
     def __init__(self, log: Path, *words: str, env: Mapping[str, str] | None = None) -> None:
         self._log = log
         with log.open("ab") as output:
-            line = [sys.executable, "-P", "-m", "distill.cli.main", *words]
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
-            self.process = forked.start(line, environment, output, new_session=True, cwd=log.parent)
+            env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+            self.process = forked.start([*DISTILL, *words], env, output, new_session=True, cwd=log.parent)
 
     @property
     def said(self) -> str:
@@ -260,15 +231,21 @@ class Run:
         self.models = models
         self.served = 0
         """Servers that were seen to refuse what comes from a browser's page."""
-        text = SETTINGS.format(folder=folder, models=models, student=student, root=ROOT, grace=GRACE_SECONDS)
-        values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in prompts.items())
-        self.config.write_text(f"{text}\n[prompts]\n{values}\n")
+        sections: dict[str, Any] = {
+            "run": {"grace_seconds": GRACE_SECONDS},
+            "student": {"path": models / student, "engine_args": ENGINE_ARGS},
+            "teachers": {"teacher": {"path": str(models / "teacher"), "threads": 1}},
+            "rollout": {"batch": BATCH, "max_tokens": 8},
+            "trainer": {"lr": 1e-3},
+            "prompts": prompts,
+        }
+        written(self.config, STEPS, sections)
 
     def command(
         self, name: str, *overrides: str, more: tuple[str, ...] = (), env: Mapping[str, str] | None = None
     ) -> Command:
-        settings = [word for override in overrides for word in ("--set", override)]
-        return Command(self.folder / f"{name}.log", name, str(self.config), *settings, *more, env=env)
+        words = name, str(self.config), *over(*overrides), *more
+        return Command(self.folder / f"{name}.log", *words, env=env)
 
     def finish(self, *overrides: str, more: tuple[str, ...] = ()) -> dict[str, Any]:
         """Run to the end, on loopback alone; its summary."""
@@ -478,11 +455,11 @@ def check_that_no_other_run_gets_them(
         ("control", nobody, (), (), rf"/v1/probe answered 421: {mine} \(id \w+\): start a fresh server"),
         ("preflight", left, (), probed, rf"{left}/distill/v1/generate answered 421: {mine} \(no id\): start"),
     ]
-    for number, (name, student, over, more, words) in enumerate(cases):
+    for number, (name, student, keys, more, words) in enumerate(cases):
         folder = run.folder / f"another-{number}"
         folder.mkdir()
         other = Run(folder, run.models, "qwen3", BOTH_ENDS)
-        place = ("controller.port=0", f'student.urls=["{student}"]', *over)
+        place = ("controller.port=0", f'student.urls=["{student}"]', *keys)
         with other.command(name, *joined, *place, more=more, env=env) as refused:
             assert refused.end() == 1, refused.said
             assert re.search(words, refused.said), refused.said

@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import random
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from kill_target import KillTarget
 from recorded import rows_of
-from run_on_words import over, prepare
+from run_on_words import prepare
+from whole_run import DISTILL, over
 
 from distill.record.audit import audit
 
@@ -43,8 +43,8 @@ def open_references(run_dir: Path) -> int:
 def test_parallel_replica_teacher_and_ranks_end_with_the_same_weights_though_references_were_lost(
     tmp_path: Path,
 ) -> None:
-    config = prepare(tmp_path, "parallel", STEPS, ranks=2)
-    command = [sys.executable, "-m", "distill.cli.main", "run", str(config), *over(*SETTINGS)]
+    config = prepare(tmp_path, "parallel", STEPS, trainer={"ranks": 2})
+    command = [*DISTILL, "run", str(config), *over(*SETTINGS)]
     rng = random.Random(0)
     with KillTarget(command, tmp_path / "runs/parallel", timeout=900) as run:
         run.start()

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_on_words import ROOT, over, prepare
+from run_on_words import prepare
 from slow_link import SlowLink, missing
 from waiting import until
+from whole_run import DISTILL, ROOT, over
 
 from distill.record.audit import audit
 
@@ -33,12 +34,6 @@ pytestmark = [
 ]
 CUT_SECONDS = float(os.environ.get("DISTILL_CUT_SECONDS", "10"))
 STEPS, CUT_AT = 40, 5
-STORE = """
-[weights.store]
-type = "object"
-url = "s3://bucket/run"
-options = {{ endpoint = "http://{a}:9000", region = "us-east-1" }}
-"""
 
 
 class Processes(contextlib.ExitStack):
@@ -70,7 +65,6 @@ def ended(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_run_over_a_thin_link_completes_although_the_link_is_cut(tmp_path: Path) -> None:
-    distill = [sys.executable, "-P", "-m", "distill.cli.main"]
     steps = tmp_path / "runs/two-hosts/metrics.jsonl"
 
     def reached(step: int) -> bool:
@@ -78,15 +72,17 @@ def test_a_run_over_a_thin_link_completes_although_the_link_is_cut(tmp_path: Pat
 
     with Processes(tmp_path) as processes, SlowLink() as link:
         a, b = link.hosts
-        config = str(prepare(tmp_path, "two-hosts", STEPS, more=STORE.format(a=a.address)))
+        options = {"endpoint": f"http://{a.address}:9000", "region": "us-east-1"}
+        store = {"type": "object", "url": "s3://bucket/run", "options": options}
+        config = str(prepare(tmp_path, "two-hosts", STEPS, weights={"store": store}))
         there = over(f"student.host={b.address}", "student.port=8100", f"run.folder={tmp_path}/elsewhere")
         here = over(f'student.urls=["http://{b.address}:8100"]', "evaluation=false")
         processes.start(
             "moto", a.command([sys.executable, "-m", "moto.server", "-H", a.address, "-p", "9000"])
         )
         make_bucket(a.command, a.address)
-        processes.start("student", b.command([*distill, "student", config, *there]))
-        run = processes.start("run", a.command([*distill, "run", config, *here]))
+        processes.start("student", b.command([*DISTILL, "student", config, *there]))
+        run = processes.start("run", a.command([*DISTILL, "run", config, *here]))
         until(lambda: reached(CUT_AT), 1200.0, lambda: processes.log("run") + processes.log("student"), run)
         link.up = False
         time.sleep(CUT_SECONDS)
