@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import launched_trainer
 import pytest
 import torch
-from launched_trainer import STOP, Running, Share, StubController, folder_digests, save_tokenizer, until
+from launched_trainer import STOP, Share, StubController, folder_digests, ran, save_tokenizer, until
 from one_process import routed, same_step
+from routed_models import spread, untrained
 from safetensors.torch import load_file
 
 from student_trainer.objectives.config import TopK
@@ -46,18 +47,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for each of CONFIGS, in fp32."""
-    import transformers
-
     folder = tmp_path_factory.mktemp("models")
     for kind, fields in CONFIGS.items():
         torch.manual_seed(0)
-        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**fields))
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                torch.nn.init.normal_(parameter, std=0.2)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(std=0.3)
+        model = untrained(kind, fields)
+        spread(model, 0.2)
         model.save_pretrained(folder / kind)
         save_tokenizer(folder / kind)
     return folder
@@ -114,9 +108,7 @@ def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path
             config = launched_trainer.settings(models, tmp_path / "run", stub.url, "Qwen2Moe", **more)
             if parent is not None:
                 (config.run_dir / "checkpoints/latest").write_text(f"{parent}\n")
-            with Running(config) as running:
-                assert running.end() == code, running.log
-            return Trained(config.run_dir, stub, running.log)
+            return Trained(config.run_dir, stub, ran(config, code))
 
     whole = trained(Version(0, 0), None)
     (final,) = whole.stub.told(FinalDigests)
@@ -158,8 +150,7 @@ def test_a_family_that_cannot_be_shared_is_refused_by_every_rank(tmp_path: Path)
         config = launched_trainer.settings(
             tmp_path, tmp_path / "run", stub.url, "glm", trainer={"expert_parallel": 2}
         )
-        with Running(config) as running:
-            assert running.end() == 1
-            assert "the student is a glm4_moe: DeepSpeed's AutoEP computes deepseek_v3" in running.log
-            assert "Traceback" not in running.log
+        said = ran(config, code=1)
+    assert "the student is a glm4_moe: DeepSpeed's AutoEP computes deepseek_v3" in said
+    assert "Traceback" not in said
     assert stub.events == []

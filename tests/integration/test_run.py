@@ -32,7 +32,7 @@ import psutil
 import pytest
 import torch
 from flat_tensors import digest as digest_of_array
-from ports import free_port
+from ports import free_port, healthy
 from published import Moving
 from recorded import rollouts_of, rows_of
 from run_on_letters import ENGINE_ARGS
@@ -336,16 +336,9 @@ def wait_for(condition: Callable[[], Any], command: Command) -> None:
 def exported(urls: Sequence[str], token: str) -> set[str]:
     """Names of what these servers show to Prometheus."""
     headers = {"authorization": f"Bearer {token}"}
-    answers = [httpx.get(f"{url}/metrics", headers=headers, trust_env=False) for url in urls]
+    answers = [httpx.get(f"{url}/metrics", headers=headers, trust_env=False, timeout=60) for url in urls]
     lines = "\n".join(one.raise_for_status().text for one in answers)
     return set(re.findall(r"^([a-z_:]+)[ {]", lines, re.MULTILINE))
-
-
-def healthy(port: int) -> bool:
-    """Whether a server on this machine answers at /health."""
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).is_success
-    return False
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -396,7 +389,7 @@ def test_each_role_alone_registers_with_a_token_while_replicas_join_and_leave(
         second = "--index", "1"  # told of no controller: it is added by its URL, while the run is young
         late = run.command("student", *keys, f"student.port={spare - 1}", more=second, env=env)
         servers["student-1"] = roles.enter_context(late)
-        wait_for(lambda: healthy(spare), servers["student-1"])
+        wait_for(lambda: healthy(f"http://127.0.0.1:{spare}"), servers["student-1"])
         trainers = [start("train", "--node", str(node)) for node in range(2)]
         control = roles.enter_context(run.command("control", *keys, env=env))
 

@@ -9,11 +9,10 @@ from typing import Any
 import launched_trainer
 import pytest
 from attention_families import model
-from launched_trainer import STOP, VOCAB, Running, StubController, folder_digests, save_tokenizer, until
+from launched_trainer import STOP, VOCAB, StubController, folder_digests, ran, save_tokenizer, until
 from one_process import routed, same_step, sharing
 
 from student_trainer import ledger
-from student_trainer.config import TrainerConfig
 from student_trainer.objectives.config import TopK
 from sync.base.settings import DirectoryStoreConfig
 from sync.weights.stores import open_store
@@ -37,12 +36,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model(family, **more).save_pretrained(folder / family)
         save_tokenizer(folder / family)
     return folder
-
-
-def trained(config: TrainerConfig, stub: StubController) -> Path:
-    with Running(config) as running:
-        assert running.end() == 0, running.log
-    return config.run_dir / "final"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +65,7 @@ def test_published_saved_and_recorded_as_without_and_resumed_by_other_ranks(mode
         with closing(StubController(sharing(until(2, stop), size), at, parent)) as stub:
             trainer = {"sequence_parallel": size, "ranks": ranks, "keep_checkpoints": 9}
             given: dict[str, Any] = {"objective": OBJECTIVE, "trainer": trainer}
-            trained(launched_trainer.settings(models, run_dir, stub.url, "Qwen3", **given), stub)
+            ran(launched_trainer.settings(models, run_dir, stub.url, "Qwen3", **given))
             return stub
 
     first = start(2, 2, Version(0, 0), None)

@@ -26,7 +26,7 @@ import pytest
 import torch
 import waiting
 from forked import start
-from launched_trainer import STOP, Running, StubController, folder_digests, members, settings, shares, until
+from launched_trainer import STOP, Running, StubController, folder_digests, ran, settings, shares, until
 from ports import free_port
 from safetensors.torch import load_file
 from tiny_models import language_model
@@ -139,8 +139,7 @@ class Whole:
 def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     stub, folder = StubController(until(4, STOP, full=True)), tmp_path_factory.mktemp("whole")
     trainer = {"checkpoint_every": 2}
-    with Running(settings(models, folder, stub.url, "qwen", trainer=trainer, **FULL)) as running:
-        assert running.end() == 0, running.log
+    ran(settings(models, folder, stub.url, "qwen", trainer=trainer, **FULL))
     stub.close()
     assert [saved.version.step for saved in stub.told(wire.CheckpointSaved)] == [2, 4]
     return Whole(folder, stub)
@@ -219,9 +218,7 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
         trainer = {"ranks": ranks, "checkpoint_every": 2, "keep_checkpoints": 9}
         begin_from(parent, tmp_path)
         config = settings(models, tmp_path, stub.url, "qwen", trainer=trainer, **FULL)
-        with Running(config) as running:
-            assert running.end() == 0, running.log
-            return stub, running.log
+        return stub, ran(config)
 
     _, said = trained(1, 1, 2, Version(0, 2))
     assert "is of 2 ranks, this run has 1" in said
@@ -266,8 +263,7 @@ def test_one_rank_with_snapshots_and_two_with_broadcasts_make_the_same_weights(
         more["weights"] = {"transport": transport}
         fp32 = {"bf16.enabled": False}
         config = settings(models, tmp_path / str(ranks), stub.url, "llama", overrides=fp32, **more)
-        with Running(config) as running:
-            assert running.end() == 0, running.log
+        ran(config)
         folders.append(load_file(config.run_dir / "final/model.safetensors"))
     assert [published.version.step for published in stub.told(Published)] == [0, 1, 2]
     assert stub.receptions[-1].result().digests == stub.told(FinalDigests)[0].digests
@@ -293,8 +289,7 @@ def test_a_step_that_is_not_finite_is_left_out(models: Path, tmp_path: Path, con
     config = settings(
         models, tmp_path, stub.url, "llama", objective={"type": "sampled"}, trainer={"ranks": 1}
     )
-    with Running(config) as running:
-        assert running.end() == 0, running.log
+    ran(config)
     reports, published = stub.told(StepReport), stub.told(Published)
     assert [report.metrics["skipped"] for report in reports] == [0.0, 1.0, 0.0]
     assert not np.isfinite(reports[1].metrics["grad_norm"])
@@ -311,10 +306,9 @@ def test_an_error_in_one_rank_ends_all_with_one_message(models: Path, tmp_path, 
 
     stub = controller(broken)
     config = settings(models, tmp_path, stub.url, "llama", **TOPK)
-    with Running(config) as running:
-        assert running.end() == 1
-        assert running.log.count("Expected `int` >= 1 - at `$.denominator`, which is 0") == 1
-        assert "Traceback" not in running.log
+    said = ran(config, code=1)
+    assert said.count("Expected `int` >= 1 - at `$.denominator`, which is 0") == 1
+    assert "Traceback" not in said
     assert stub.told(StepReport) == []
 
 
@@ -345,7 +339,7 @@ def test_ranks_leave_when_the_launcher_is_killed_which_ends_by_the_signal_of_a_r
         launcher = psutil.Process(running.process.pid)
         (launcher if of == "launcher" else launcher.children()[0]).kill()
         assert running.process.wait(600.0) == -signal.SIGKILL
-        waiting.until(lambda: not members(running.process.pid), 600.0, poll_seconds=0.1)
+        waiting.until(lambda: not launched_trainer.members(running.process.pid), 600.0, poll_seconds=0.1)
 
 
 # --- kept scores ------------------------------------------------------------------------------------------
@@ -415,8 +409,7 @@ def test_scores_of_a_teacher_killed_before_they_are_fetched_are_computed_again(
 
         stub = controller(share)
         stub.servers = wire.TeacherServers(urls=[teacher.url], fingerprint=None)
-        with Running(settings(models, tmp_path / name, stub.url, "qwen", **TOPK)) as running:
-            assert running.end() == 0, running.log
+        ran(settings(models, tmp_path / name, stub.url, "qwen", **TOPK))
         return [report.metrics for report in stub.told(StepReport)]
 
     try:

@@ -95,9 +95,6 @@ class Teacher:
         info = describe("t", self.engine.engine_info, letter_tokenizer())
         return info if self.hidden else replace(info, can=["topk"])
 
-    def answered_by(self, id: str) -> str:
-        return "memory"
-
     async def head(self) -> wire.Head:
         assert self.hidden
         head = self.engine.head()

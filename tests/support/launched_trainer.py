@@ -204,6 +204,13 @@ class Running:
         waiting.until(condition, 1200.0, lambda: self.log, self.process)
 
 
+def ran(config: TrainerConfig, code: int = 0) -> str:
+    """Run a trainer to its end, with that exit code; what it said."""
+    with Running(config) as running:
+        assert running.end() == code, running.log
+        return running.log
+
+
 def members(session: int) -> list[psutil.Process]:
     """Living processes of a session."""
     found = []

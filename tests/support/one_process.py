@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from launched_trainer import VOCAB, Running, Share, StubController, folder_digests, settings
+from launched_trainer import VOCAB, Share, StubController, folder_digests, ran, settings
 from plain_step import ALONE, PlainEngine
 from safetensors.torch import load_file
 
@@ -59,8 +59,7 @@ def same_step(
     with closing(StubController(sharing(share, group))) as stub:
         told = objective.model_dump(include={"type", "k", "discount"})
         config = settings(models, folder / "run", stub.url, kind, objective=told, trainer=trainer, **sections)
-        with Running(config) as running:
-            assert running.end() == 0, running.log
+        ran(config)
         (report,), (final,) = stub.told(StepReport), stub.told(FinalDigests)
         assert final.digests == folder_digests(config.run_dir / "final")
         if config.weights.transport == "broadcast":

@@ -6,9 +6,11 @@ import random
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
+
+import httpx
 
 S = TypeVar("S", bound=ThreadingHTTPServer)
 _BELOW_EPHEMERAL = range(15_000, 32_000)
@@ -25,6 +27,13 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+def healthy(url: str) -> bool:
+    """Whether a server answers at /health."""
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", trust_env=False, timeout=60).is_success
+    return False
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -80,16 +80,21 @@ def untrained(kind: str, fields: dict[str, Any]) -> Any:
     return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**fields))
 
 
+def spread(model: Any, std: float) -> None:
+    """Weights of that deviation, and routers that prefer some experts."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=std)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.3)
+
+
 def build(family: str, checkpointing: bool = False) -> Any:
     """Weights so large that another expert is another function."""
     torch.manual_seed(0)
     model = untrained(*CONFIGS[family])
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.normal_(std=0.3)
+    spread(model, 0.3)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()

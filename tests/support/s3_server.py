@@ -36,7 +36,7 @@ def serve(bucket: str = "bucket") -> Iterator[str]:
     server.start()
     try:
         address = "http://{}:{}".format(*server.get_host_and_port())
-        httpx.put(f"{address}/{bucket}", trust_env=False).raise_for_status()
+        httpx.put(f"{address}/{bucket}", trust_env=False, timeout=60).raise_for_status()
         yield address
     finally:
         server.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -13,11 +12,11 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 import psutil
-import pytest
 import torch
+import waiting
 from flat_tensors import buckets_of, plan_of
 from forked import start
-from ports import free_port
+from ports import free_port, healthy
 from tiny_models import language_model, save_words
 
 from distill.config import StudentConfig
@@ -110,13 +109,9 @@ class Server:
             self.process = start(line, os.environ | environment | {TOKEN_VARIABLE: TOKEN}, log)
 
     def wait(self) -> None:
-        deadline = time.monotonic() + 1200
-        while time.monotonic() < deadline and self.process.poll() is None:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health", trust_env=False).status_code == 200:
-                    return
-            time.sleep(0.2)
-        pytest.fail(f"the server did not come up:\n{self.log.read_text()[-3000:]}")
+        waiting.until(
+            lambda: healthy(self.url), 1200, lambda: self.log.read_text()[-3000:], self.process, 0.2
+        )
 
     def stop(self) -> None:
         family = (

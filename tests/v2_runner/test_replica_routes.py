@@ -85,7 +85,8 @@ async def test_no_request_for_routes_reads_a_prefix_from_the_cache(
     for answer in answers:
         tokens, routes = found(prompt, answer)
         np.testing.assert_array_equal(routes, chosen(model, tokens))
-    async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False) as client:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(headers=headers, trust_env=False, timeout=120) as client:
         metrics = (await client.get(f"{server.url}/metrics")).text
     (hits,) = [line for line in metrics.splitlines() if line.startswith("vllm:prefix_cache_hits_total{")]
     assert float(hits.split()[-1]) == 0
