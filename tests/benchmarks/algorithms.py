@@ -14,9 +14,7 @@ and tokens count from the end of its first step. `--figure` draws the curves.
 
 from __future__ import annotations
 
-import multiprocessing
 import re
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -35,7 +33,7 @@ from sync.base.settings import ModelSource
 from sync.base.tokenizers import load_tokenizer
 from tests.benchmarks import ROOT
 from tests.benchmarks.asynchronous import REAL
-from tests.benchmarks.figures import Figures, Folder, TrialCache, command, cores, listing, run_steps
+from tests.benchmarks.figures import Figures, Folder, TrialCache, apart, command, cores, listing, run_steps
 
 LESSON_STEPS, LESSON_ROWS, LESSON_RATE = 40, 32, 2e-4
 NOT_TAUGHT: Final = -100
@@ -68,9 +66,7 @@ def run(folder: Folder = Path("runs/bench-algorithms"), figure: FigureFile = Non
     base["prompts"]["options"]["tokenizer"] = str(REAL / "teacher")
     base["rollout"]["max_tokens"] = 32
     base["evaluation"] = {"every": EVERY, "prompts": HELD_OUT}
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:  # gives its memory back
-        make = lambda place: apart.submit(teach, base, place).result()  # noqa: E731
-        teacher = made_once(folder / "lesson", make).teacher
+    teacher = made_once(folder / "lesson", partial(apart, teach, base)).teacher
     cache, points = TrialCache(folder), list[Figures]()
     student = REAL / "student-24"
     for number, (start, ways) in enumerate(STARTS.items()):

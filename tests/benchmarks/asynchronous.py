@@ -20,12 +20,10 @@ more. All three see the same lengths: those of the completions that are generate
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -74,6 +72,7 @@ from tests.benchmarks.figures import (
     Folder,
     Seeds,
     TrialCache,
+    apart,
     command,
     comparison,
     cores,
@@ -89,6 +88,16 @@ STEPS_AT_ONCE: Final = 4
 """Batches that vLLM is given together, so that it seldom has less than `max-num-seqs` to do."""
 HEAD_CHUNK: Final = 1024
 """Positions whose logits exist at a time."""
+OFFLINE: Final[dict[str, Any]] = {
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "distributed_executor_backend": "uni",
+    "logprobs_mode": "processed_logprobs",
+    "hf_overrides": {"head_dtype": "float32"},
+    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 1 << 30,
+}
+"""Options of vLLM, unless the student says other."""
 RATE: Final = 1e-6
 """Learning rate: weights change, lengths do not."""
 
@@ -296,7 +305,7 @@ def computed(config: RunConfig, rounds: int) -> Figures:
     tokenizer = load_tokenizer(config.student)
     prompts = [prompt.token_ids for prompt in open_prompts(with_evaluation(config), tokenizer).held_out]
     batch = [prompts[i % len(prompts)] for i in range(config.rollout.batch)]
-    generated = generate(config, batch, [tokenizer.eos_token_id], rounds)
+    generated = apart(generate, config, batch * STEPS_AT_ONCE, [tokenizer.eos_token_id], rounds)
     rollouts = [
         rollout(number, prompt, *answer, student_topk(config.objective))
         for number, (prompt, answer) in enumerate(zip(batch, generated["completions"], strict=False))
@@ -393,45 +402,26 @@ class Step:
         train_step(self._trainee, batch, self._loss, ALONE)
 
 
-def generate(config: RunConfig, batch: list[list[int]], stop: list[int], rounds: int) -> Figures:
-    """{"seconds": of STEPS_AT_ONCE batches, median, "completions": [(ids, log μ), …]}."""
+def generate(config: RunConfig, prompts: list[list[int]], stop: list[int], rounds: int) -> Figures:
+    """{"seconds": of all prompts, median, "completions": [(ids, log μ), …]}, of vLLM in this process."""
     _, environment = replica_command.command(config.student, config.subscriber("limit"), 0, "127.0.0.1", 0)
-    arguments = {name.replace("-", "_"): value for name, value in config.student.flags().items()}
-    job = {
-        "engine": {
-            "model": config.student.path,
-            "dtype": config.student.dtype,
-            "enforce_eager": True,
-            "enable_prefix_caching": False,
-            "logprobs_mode": "processed_logprobs",
-            "hf_overrides": {"head_dtype": "float32"},
-            "distributed_executor_backend": "uni",
-            "gpu_memory_utilization": 0.2,
-            "kv_cache_memory_bytes": 1 << 30,
-            **arguments,
-        },
-        "prompts": batch * STEPS_AT_ONCE,
-        "max_tokens": config.rollout.max_tokens,
-        "temperature": config.rollout.temperature,
-        "stop_token_ids": stop,
-        "rounds": rounds,
-    }
     os.environ |= environment
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
-        return apart.submit(generate_here, job).result()
-
-
-def generate_here(job: Mapping[str, Any]) -> Figures:
-    """`generate`, in a process that has nothing else to do."""
     import vllm
 
-    llm = vllm.LLM(**job["engine"])
-    names = ("max_tokens", "temperature", "stop_token_ids")
-    params = vllm.SamplingParams(detokenize=False, logprobs=0, **{name: job[name] for name in names})
-    prompts, seconds = [{"prompt_token_ids": ids} for ids in job["prompts"]], []
-    for _ in range(1 + job["rounds"]):
+    flags = {name.replace("-", "_"): value for name, value in config.student.flags().items()}
+    llm = vllm.LLM(config.student.path, **(OFFLINE | {"dtype": config.student.dtype} | flags))
+    rollout = config.rollout
+    params = vllm.SamplingParams(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        stop_token_ids=stop,
+        detokenize=False,
+        logprobs=0,
+    )
+    asked, seconds = [{"prompt_token_ids": ids} for ids in prompts], []
+    for _ in range(1 + rounds):
         began = time.process_time()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(asked, params, use_tqdm=False)
         seconds.append(time.process_time() - began)
     completions = []
     for output in outputs:

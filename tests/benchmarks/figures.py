@@ -7,15 +7,17 @@ import hashlib
 import inspect
 import json
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 
@@ -26,6 +28,7 @@ from sync.base.jsonl import JsonLines, read_lines
 from tests.benchmarks import ROOT
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 Figures = dict[str, Any]
 """What a trial measured, or a report: JSON values by name."""
 START_SECONDS: Final = 300.0
@@ -76,6 +79,12 @@ def chosen(option: str, text: str, names: Collection[str]) -> list[str]:
     if unknown := [name for name in asked if name not in names]:
         raise ConfigError(f"{option} has {', '.join(map(repr, unknown))}: choose of {','.join(names)}")
     return asked
+
+
+def apart(work: Callable[..., T], *of: object) -> T:
+    """What `work` returns in a new process, which gives its memory back."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *of).result()
 
 
 # --- trials -----------------------------------------------------------------------------------------------

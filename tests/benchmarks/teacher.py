@@ -1,9 +1,8 @@
 """How fast a teacher scores tokens: our service on either engine, a stock vLLM server, a plain forward pass.
 
 All see the same sequences of one model, in turns, with one thread each and all on the same core, so that
-none gains by more processes. A figure is the median of `--repeats` turns, in scored positions per second,
-from token ids to arrays: of wall time, and of processor time over the processes that take part, which other
-work on the machine disturbs less.
+none gains by more processes. A figure is the median of `--repeats` turns, in scored positions per second of
+processor time over the processes that take part, from token ids to arrays.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from sync.vllm.plugin import PLUGIN
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import Item
 from teacher_service.engines.transformers import PASS_TOKENS, padded_ids, rectangles
-from tests.benchmarks.figures import START_SECONDS, Figures, command, interleaved, listing
+from tests.benchmarks.figures import START_SECONDS, Figures, command, listing
 
 QUEUE_TOKENS: Final = 1 << 18
 KV_BYTES: Final = 1 << 30
@@ -86,17 +85,14 @@ def timed(turns: dict[str, Turn], positions: int, repeats: int) -> Figures:
     received = {name: turn() for name, turn in turns.items()}  # warms up, too
     servers, used = role_processes(os.getpid()), {name: list[float]() for name in turns}
 
-    def turn(name: str) -> None:
+    for name, turn in (pair for _ in range(repeats) for pair in turns.items()):
         own = servers.get(name.split()[0], [])
         family = [psutil.Process(), *own, *(child for server in own for child in server.children(True))]
         before = cpu_seconds(family)
-        turns[name]()
+        turn()
         used[name].append(cpu_seconds(family) - before)
-
-    taken = interleaved({name: partial(turn, name) for name in turns}, repeats)
     return {
         name: {
-            "positions/s": positions / median(taken[name]),
             "positions per CPU second": positions / max(median(used[name]), 1e-9),
             "bytes per position": received[name] / positions,
         }
