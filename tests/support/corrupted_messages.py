@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -152,22 +152,12 @@ class SpoiledTeacher(MemoryTeacher):
 
     spoiler: Spoiler
 
-    async def score(
-        self, sequences: Sequence[wire.ScoreSequence], want: wire.Want, limit: float
-    ) -> Reply[wire.Scored | ScoreRefused]:
-        results, server = await super().score(sequences, want, limit)
+    async def score(self, *of: Any, **options: Any) -> Reply[wire.Scored | ScoreRefused]:
+        results, server = await super().score(*of, **options)
         return Reply(self.spoiler.over_the_wire(ScoreReply(results=results), ScoreReply).results, server)
 
-    async def generate(
-        self,
-        prompts: Sequence[wire.TeacherPrompt],
-        max_tokens: int,
-        stop_token_ids: Sequence[int],
-        *,
-        temperature: float = 1.0,
-        limit: float | None = None,
-    ) -> Reply[wire.TeacherCompletion | ScoreRefused]:
-        results, server = await super().generate(prompts, max_tokens, stop_token_ids)
+    async def generate(self, *of: Any, **options: Any) -> Reply[wire.TeacherCompletion | ScoreRefused]:
+        results, server = await super().generate(*of, **options)
         reply = wire.TeacherGenerateReply(results=results)
         return Reply(self.spoiler.over_the_wire(reply, wire.TeacherGenerateReply).results, server)
 

@@ -257,9 +257,7 @@ class MemoryTeacher:
         prompts: Sequence[wire.TeacherPrompt],
         max_tokens: int,
         stop_token_ids: Sequence[int],
-        *,
-        temperature: float = 1.0,
-        limit: float | None = None,
+        **_: object,
     ) -> Reply[wire.TeacherCompletion | ScoreRefused]:
         """Tokens made from each prompt's seed."""
         await asyncio.sleep(0)
@@ -453,19 +451,14 @@ class MemoryTrainer:
         return after
 
     async def _publish(self, version: Version, kind: str) -> None:
-        if not self.broadcasts:
-            event = wire.Published(version=version, kind=kind, bytes=5, full_bytes=20, seconds=0.1)  # type: ignore[arg-type]
-            await self.session.event(event)
-            return
-        event = wire.Published(
-            version=version, kind="broadcast", bytes=5, full_bytes=20, seconds=0.1, rendezvous="nowhere:1"
-        )
-        while True:
+        event = wire.Published(version=version, kind=kind, bytes=5, full_bytes=20, seconds=0.1)  # type: ignore[arg-type]
+        while self.broadcasts:
             try:
-                await self.session.event(event)
+                await self.session.event(replace(event, kind="broadcast", rendezvous="nowhere:1"))
                 return
             except Overloaded as error:  # no replica listens yet
                 await asyncio.sleep(error.retry_after)
+        await self.session.event(event)
 
     async def _save(self, version: Version) -> None:
         self.checkpoint = version
