@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -12,10 +11,9 @@ import pytest
 import ray_hosts
 from ray_hosts import RayHosts
 from waiting import until
-from whole_run import DISTILL, ROOT, over
+from whole_run import DISTILL, ROOT, ended_well, over, steps_of
 
 from distill.quickstart import source
-from distill.record.audit import audit
 
 REASON = ray_hosts.missing()
 pytestmark = [
@@ -38,28 +36,14 @@ def command(folder: Path, *settings: str) -> list[str]:
     return [*DISTILL, "run", str(path), *over(*ours, *more, "cluster.type=ray", *settings)]
 
 
-def steps(folder: Path) -> int:
-    path = folder / "runs/on-ray/metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.is_file() else 0
-
-
-def check(folder: Path) -> None:
-    """The run is complete, and its records agree."""
-    summary = json.loads((folder / "runs/on-ray/summary.json").read_text())
-    assert (summary["completed"], summary["weights_identical"]) == (True, True)
-    assert summary["steps"] == STEPS
-    report = audit(folder / "runs/on-ray")
-    assert report.ok, report
-
-
 def test_a_run_completes_although_a_machine_is_lost(tmp_path: Path) -> None:
-    log = tmp_path / "run.log"
+    log, run_dir = tmp_path / "run.log", tmp_path / "runs/on-ray"
     with RayHosts(tmp_path, [0, 0, 0]) as cluster:
         settings = [f"cluster.address={cluster.address}", "trainer.nodes=2", "trainer.ranks=1"]
         words = cluster.command(cluster.hosts[0], command(tmp_path, *settings))
         with log.open("wb") as output:
             run = subprocess.Popen(words, env=cluster.environment, cwd=ROOT, stdout=output, stderr=output)
-        until(lambda: steps(tmp_path) >= LOST_AT, 400.0, lambda: log.read_text()[-4000:], run)
+        until(lambda: steps_of(run_dir) >= LOST_AT, 400.0, lambda: log.read_text()[-4000:], run)
         there = [host.processes("student_trainer") for host in cluster.hosts]
         assert sum(bool(found) for found in there) == 2, "the ranks are on two machines"
         lost = next(index for index in (1, 2) if there[index])
@@ -68,18 +52,18 @@ def test_a_run_completes_although_a_machine_is_lost(tmp_path: Path) -> None:
         assert not cluster.hosts[lost].processes(), "what the lost machine ran is gone"
         left = {word: host.processes(word) for host in cluster.hosts for word in ROLES}
         assert not any(left.values()), left
-    assert "takes another machine" in (tmp_path / "runs/on-ray/logs/trainer.log").read_text()
-    check(tmp_path)
+    assert "takes another machine" in (run_dir / "logs/trainer.log").read_text()
+    ended_well(run_dir, STEPS)
 
 
 def test_a_run_on_a_head_of_its_own(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment, run_dir = os.environ | {"PYTHONPATH": str(ROOT)}, tmp_path / "runs/on-ray"
     log = tmp_path / "run.log"
     with log.open("wb") as output:
         run = subprocess.Popen(command(tmp_path), env=environment, cwd=ROOT, stdout=output, stderr=output)
-    until(lambda: steps(tmp_path) >= LOST_AT, 400.0, lambda: log.read_text()[-4000:], run)
+    until(lambda: steps_of(run_dir) >= LOST_AT, 400.0, lambda: log.read_text()[-4000:], run)
     below = psutil.Process(run.pid).children(recursive=True)
     assert any(process.name() == "raylet" for process in below)
     assert run.wait(400) == 0, log.read_text()[-4000:]
     assert not [one for one in below if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-    check(tmp_path)
+    ended_well(run_dir, STEPS)

@@ -17,10 +17,9 @@ from local_slurm import REQUEUE_SECONDS, LocalSlurm, local_slurm, missing
 from run_on_letters import NAME, command
 from small_config import make_config
 from waiting import until
-from whole_run import ROOT
+from whole_run import ROOT, ended_well, steps_of
 
 from distill.launch.slurm import job
-from distill.record.audit import audit
 
 REASON = missing()
 pytestmark = [
@@ -285,10 +284,6 @@ def test_a_run_that_is_warned_in_the_middle_is_requeued_and_completes(
     job = next(text.split()[1] for text in said.splitlines() if text.startswith("job "))
     run_dir = tmp_path / NAME
 
-    def made() -> int:
-        path = run_dir / "metrics.jsonl"
-        return len(path.read_text().splitlines()) if path.exists() else 0
-
     def log() -> str:
         return (run_dir / f"slurm/job-{job}.log").read_text()
 
@@ -296,17 +291,15 @@ def test_a_run_that_is_warned_in_the_middle_is_requeued_and_completes(
         assert cluster.state(job) != "FAILED", log()
         return cluster.state(job) not in state
 
-    wait(lambda: left(()) and made() >= 6, 300, cluster, job)
+    wait(lambda: left(()) and steps_of(run_dir) >= 6, 300, cluster, job)
     assert cluster.steps(job) == ["student-0", "teacher-only", "trainer"]
-    before = made()
+    before = steps_of(run_dir)
     cluster.call("scancel", "--batch", "--signal=USR1", job)
     wait(lambda: left(["RUNNING"]), 120, cluster, job)
-    assert made() < steps
+    assert steps_of(run_dir) < steps
     wait(lambda: left(["PENDING", "COMPLETING"]), 300, cluster, job)
-    wait(lambda: made() > before + 1, 300, cluster, job)
+    wait(lambda: steps_of(run_dir) > before + 1, 300, cluster, job)
     wait(lambda: left(["RUNNING", "COMPLETING"]), 300, cluster, job)
     assert cluster.state(job) == "COMPLETED", log()
-    found = audit(run_dir)
-    assert found.ok, found.violations
-    assert json.loads((run_dir / "summary.json").read_text())["steps"] == steps
+    ended_well(run_dir, steps)
     assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(one.info["cmdline"])]

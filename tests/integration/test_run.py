@@ -40,7 +40,7 @@ from tiny_models import language_model
 from trace_processor import Trace
 from vllm_replica import Server, prompt_logprobs, update
 from waiting import until
-from whole_run import DISTILL, ROOT, over, written
+from whole_run import DISTILL, ROOT, over, steps_of, written
 
 from distill.metrics.page import ROWS
 from distill.metrics.summary import digest_of_all
@@ -260,11 +260,6 @@ class Run:
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "summary.json").read_text())
 
-    def steps(self) -> int:
-        """Optimizer steps whose figures are written."""
-        path = self.run_dir / "metrics.jsonl"
-        return path.read_text().count('"train/loss"') if path.is_file() else 0
-
     def figures(self) -> list[dict[str, Any]]:
         """Of every step; an evaluation of the model folder may be written before the first."""
         return [line for line in read_lines(self.run_dir / "metrics.jsonl") if "train/loss" in line]
@@ -395,7 +390,7 @@ def test_each_role_alone_registers_with_a_token_while_replicas_join_and_leave(
 
         def trained() -> bool:
             assert all(one.process.poll() is None for one in trainers), trainers[0].said
-            return run.steps() >= 2  # version 1 was out before that was reported
+            return steps_of(run.run_dir) >= 2  # version 1 was out before that was reported
 
         wait_for(trained, control)
         ranks = [rank for one in trainers for rank in ranks_of(one.process.pid)]
@@ -456,7 +451,7 @@ def check_that_no_other_run_gets_them(
         with other.command(name, *joined, *place, more=more, env=env) as refused:
             assert refused.end() == 1, refused.said
             assert re.search(words, refused.said), refused.said
-        assert other.steps() == 0
+        assert steps_of(other.run_dir) == 0
 
 
 def phases(peer: BlockingPeer) -> dict[str, str]:
@@ -488,7 +483,7 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
     secret = f"planted-{os.getpid()}"
     settings += (f"trainer.env.A_PASSWORD={secret}", f"student.env.A_TOKEN={secret}")
     with run.command("run", *settings, "run.steps=100000") as running:
-        wait_for(lambda: run.steps() >= 2, running)
+        wait_for(lambda: steps_of(run.run_dir) >= 2, running)
         family = [running.process.pid, *(p.pid for p in psutil.Process(running.process.pid).children(True))]
         lines = [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in family]
         assert [line for line in lines if secret in line] == []

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -20,9 +19,7 @@ import pytest
 from run_on_words import prepare
 from slow_link import SlowLink, missing
 from waiting import until
-from whole_run import DISTILL, ROOT, over
-
-from distill.record.audit import audit
+from whole_run import DISTILL, ROOT, ended_well, over, steps_of
 
 REASON = missing()
 pytestmark = [
@@ -65,11 +62,7 @@ def ended(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_run_over_a_thin_link_completes_although_the_link_is_cut(tmp_path: Path) -> None:
-    steps = tmp_path / "runs/two-hosts/metrics.jsonl"
-
-    def reached(step: int) -> bool:
-        return steps.is_file() and len(steps.read_text().splitlines()) >= step
-
+    run_dir = tmp_path / "runs/two-hosts"
     with Processes(tmp_path) as processes, SlowLink() as link:
         a, b = link.hosts
         options = {"endpoint": f"http://{a.address}:9000", "region": "us-east-1"}
@@ -83,20 +76,15 @@ def test_a_run_over_a_thin_link_completes_although_the_link_is_cut(tmp_path: Pat
         make_bucket(a.command, a.address)
         processes.start("student", b.command([*DISTILL, "student", config, *there]))
         run = processes.start("run", a.command([*DISTILL, "run", config, *here]))
-        until(lambda: reached(CUT_AT), 1200.0, lambda: processes.log("run") + processes.log("student"), run)
+        said = lambda: processes.log("run") + processes.log("student")  # noqa: E731
+        until(lambda: steps_of(run_dir) >= CUT_AT, 1200.0, said, run)
         link.up = False
         time.sleep(CUT_SECONDS)
-        cut_at = len(steps.read_text().splitlines())
-        assert cut_at < STEPS, "the run did not need the link"
+        assert steps_of(run_dir) < STEPS, "the run did not need the link"
         link.up = True
-        assert run.wait(1200) == 0, processes.log("run") + processes.log("student")
+        assert run.wait(1200) == 0, said()
         assert link.lost > 0
-
-    summary = json.loads((tmp_path / "runs/two-hosts/summary.json").read_text())
-    assert (summary["completed"], summary["weights_identical"]) == (True, True)
-    assert summary["steps"] == STEPS
-    report = audit(tmp_path / "runs/two-hosts")
-    assert report.ok, report
+    ended_well(run_dir, STEPS)
 
 
 def make_bucket(command: Callable[[list[str]], list[str]], address: str) -> None:

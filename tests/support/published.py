@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,6 +50,13 @@ def publisher_of(
     return Publisher(store, RunIdentity(run, run_id, checkpoint.model_fingerprint(kinds)), slices, **options)
 
 
+def publisher_of_folder(store: Store, folder: Path) -> Publisher:
+    """A publisher of run "tests", of one rank that holds all tensors of the folder."""
+    places = checkpoint.tensors(folder)
+    slices = [Slice(name, at.shape, at.kind, 0, math.prod(at.shape)) for name, at in places.items()]
+    return Publisher(store, RunIdentity("tests", model=checkpoint.fingerprint(places)), slices)
+
+
 class Moving:
     """Publishes a copy of a folder as it is changed: version n is step n of lineage 1 of run "tests"."""
 
@@ -58,9 +66,7 @@ class Moving:
         self.places = checkpoint.tensors(self._folder)
         self.arrays: dict[str, Any] = checkpoint.bits(self.places, writable=True)
         """Tensor → its bits; a change of them is in the copy."""
-        slices = [Slice(n, at.shape, at.kind, 0, self.arrays[n].size) for n, at in self.places.items()]
-        identity = RunIdentity("tests", model=checkpoint.fingerprint(self.places))
-        self._publisher = Publisher(store, identity, slices)
+        self._publisher = publisher_of_folder(store, self._folder)
 
     def publish(self, kind: str) -> Published:
         """The next version; a delta needs a full one before it."""

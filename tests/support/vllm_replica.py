@@ -17,17 +17,17 @@ import waiting
 from flat_tensors import buckets_of, plan_of
 from forked import start
 from ports import free_port, healthy
+from published import publisher_of_folder
 from tiny_models import language_model, save_words
 
 from distill.config import StudentConfig
 from distill.launch.replica_command import command
 from sync import wire
 from sync.base.address import TOKEN_VARIABLE
-from sync.base.settings import DirectoryStoreConfig, ReplicaConfig
+from sync.base.settings import ReplicaConfig
 from sync.weights.broadcast import BroadcastSender
-from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots import checkpoint
-from sync.weights.stores import open_store
+from sync.weights.stores.store import DirectoryStore
 from sync.wire import Generated, ReplicaState, UpdateReply, Version
 from sync.wire.client import Peer
 
@@ -61,12 +61,7 @@ class Versions:
     def __init__(self, store: Path, folders: list[Path], kind: Literal["full", "lora"] = "full") -> None:
         """`kind`: of every anchor; adapters are anchors alone."""
         self.folders, self.store_path = folders, store
-        places = checkpoint.tensors(folders[0])
-        slices = [
-            Slice(n, at.shape, at.kind, 0, int(np.prod(at.shape, dtype=int))) for n, at in places.items()
-        ]
-        identity = wire.RunIdentity("tests", model=checkpoint.fingerprint(places))
-        publisher = Publisher(open_store(DirectoryStoreConfig(), store), identity, slices)
+        publisher = publisher_of_folder(DirectoryStore(store), folders[0])
         for step, folder in enumerate(folders, 1):
             bits = checkpoint.bits(checkpoint.tensors(folder))
             if step == 1 or kind == "lora":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import tomli_w
 from forked import output_of
+
+from distill.record.audit import audit
 
 ROOT = Path(__file__).parents[2]
 DISTILL = [sys.executable, "-P", "-m", "distill.cli.main"]
@@ -37,6 +40,21 @@ def written(path: Path, steps: int, *layers: dict[str, dict[str, Any]]) -> Path:
         fields |= {key: str(value) for key, value in fields.items() if isinstance(value, Path)}
     path.write_text(tomli_w.dumps(config))
     return path
+
+
+def steps_of(run_dir: Path) -> int:
+    """Optimizer steps whose figures are written."""
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().count('"train/loss"') if path.is_file() else 0
+
+
+def ended_well(run_dir: Path, steps: int) -> dict[str, Any]:
+    """The summary of a run that made its steps, with equal weights everywhere and no audit's objection."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["completed"], summary["steps"], summary["weights_identical"]) == (True, steps, True)
+    report = audit(run_dir)
+    assert report.ok, report
+    return dict(summary)
 
 
 def called(*words: str) -> str:
