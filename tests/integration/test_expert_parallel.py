@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import launched_trainer
 import pytest
 import torch
-from launched_trainer import STOP, Share, StubController, folder_digests, ran, save_tokenizer, until
+from flat_tensors import digests
+from launched_trainer import STOP, Share, StubController, ran, save_tokenizer, until
 from one_process import routed, same_step
 from routed_models import spread, untrained
 from safetensors.torch import load_file
@@ -112,7 +113,7 @@ def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path
 
     whole = trained(Version(0, 0), None)
     (final,) = whole.stub.told(FinalDigests)
-    assert final.digests == folder_digests(whole.run_dir / "final")
+    assert final.digests == digests(whole.run_dir / "final")
     start = load_file(models / "Qwen2Moe/model.safetensors")
     rounded = {name: tensor.to(torch.bfloat16) for name, tensor in start.items()}
     store = open_store(DirectoryStoreConfig(), whole.run_dir / "store")
@@ -123,7 +124,7 @@ def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path
             assert published.keys() == rounded.keys()
             if version.version.step == 0:
                 assert all(torch.equal(published[name], one) for name, one in rounded.items())
-        assert folder_digests(mirror.path) == final.digests
+        assert digests(mirror.path) == final.digests
     changed = [name for name in rounded if not torch.equal(published[name], rounded[name])]
     assert {f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in range(4)} <= set(changed)
     theirs, ours = (read_config(folder) for folder in (models / "Qwen2Moe", whole.run_dir / "final"))

@@ -9,7 +9,8 @@ from typing import Any
 import launched_trainer
 import pytest
 from attention_families import model
-from launched_trainer import STOP, VOCAB, StubController, folder_digests, ran, save_tokenizer, until
+from flat_tensors import digests
+from launched_trainer import STOP, VOCAB, StubController, ran, save_tokenizer, until
 from one_process import routed, same_step, sharing
 
 from student_trainer import ledger
@@ -76,7 +77,7 @@ def test_published_saved_and_recorded_as_without_and_resumed_by_other_ranks(mode
     with Mirror(tmp_path / "mirror", store, "test") as mirror:
         for published in first.told(Published):
             mirror.promote(mirror.stage(published.version).version)
-        assert folder_digests(mirror.path) == folder_digests(run_dir / "final") == final.digests
+        assert digests(mirror.path) == digests(run_dir / "final") == final.digests
     lineage = ledger.read(run_dir / "ledger")[0]
     assert lineage.steps == {step + 1: [f"s{step}-r{row}" for row in range(6)] for step in range(2)}
     batches = [until(2, stop)(Version(0, step), 0, 1) for step in range(2)]

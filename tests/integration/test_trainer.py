@@ -25,8 +25,9 @@ import psutil
 import pytest
 import torch
 import waiting
+from flat_tensors import digests
 from forked import start
-from launched_trainer import STOP, Running, StubController, folder_digests, ran, settings, shares, until
+from launched_trainer import STOP, Running, StubController, ran, settings, shares, until
 from ports import free_port
 from safetensors.torch import load_file
 from tiny_models import language_model
@@ -168,12 +169,12 @@ def test_two_ranks_train_and_publish_a_tied_model(whole: Whole, tmp_path: Path) 
     assert reports[2].metrics["reverse_kl"] < reports[0].metrics["reverse_kl"]
 
     (final,) = stub.told(FinalDigests)
-    assert final.digests == folder_digests(whole.run_dir / "final")
+    assert final.digests == digests(whole.run_dir / "final")
     assert "lm_head.weight" not in final.digests
     store = open_store(DirectoryStoreConfig(), whole.run_dir / "store")
     with Mirror(tmp_path / "mirror", store, "test") as mirror:
         mirror.promote(mirror.stage(Version(0, 4)).version)
-        assert folder_digests(mirror.path) == final.digests
+        assert digests(mirror.path) == final.digests
     lineages = ledger.read(whole.run_dir / "ledger")
     assert sorted(lineages[0].steps[2]) == [f"s1-r{index}" for index in range(6)]
     assert (sorted(lineages[0].steps), lineages[0].damage) == ([1, 2, 3, 4], [])

@@ -13,11 +13,9 @@ import numpy as np
 import psutil
 import torch
 import waiting
-from flat_tensors import digest
 from forked import start
 from plain_step import flat_rows
 from ports import Handler
-from safetensors.torch import load_file
 from tiny_models import save_words
 
 from student_trainer import launch
@@ -221,9 +219,3 @@ def members(session: int) -> list[psutil.Process]:
         except (ProcessLookupError, psutil.Error):
             continue
     return found
-
-
-def folder_digests(folder: Path) -> dict[str, str]:
-    tensors = load_file(folder / "model.safetensors")
-    wide = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
-    return {name: digest(t.flatten().view(wide[t.dtype]).numpy()) for name, t in tensors.items()}

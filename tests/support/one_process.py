@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from launched_trainer import VOCAB, Share, StubController, folder_digests, ran, settings
+from flat_tensors import digests
+from launched_trainer import VOCAB, Share, StubController, ran, settings
 from plain_step import ALONE, PlainEngine
 from safetensors.torch import load_file
 
@@ -61,7 +62,7 @@ def same_step(
         config = settings(models, folder / "run", stub.url, kind, objective=told, trainer=trainer, **sections)
         ran(config)
         (report,), (final,) = stub.told(StepReport), stub.told(FinalDigests)
-        assert final.digests == folder_digests(config.run_dir / "final")
+        assert final.digests == digests(config.run_dir / "final")
         if config.weights.transport == "broadcast":
             assert stub.receptions[-1].result().digests == final.digests
     folders = models / kind, folder / "alone", config.run_dir / "final"
