@@ -88,6 +88,7 @@ class TrainerSession:
                 "model folder", saved[-1],
             )  # fmt: skip
         without = None if retreat is None else retreat.without
+        self.live = False  # what the last trainer asked for is no longer formed: this one has its own steps
         opening = await self._record.open_lineage(at, hello.fingerprint, without, hello.world_size)
         self._retreat = None
         self._world_size, self._sharing = hello.world_size, hello.sequence_parallel

@@ -24,6 +24,7 @@ from in_memory import (
 )
 from recorded import rollouts_of
 from started import killed_after, to_the_end
+from virtual_time import LONG
 
 from distill import events
 from distill.aio import cancel
@@ -231,6 +232,29 @@ async def test_a_restarted_trainer_gets_the_same_batches_again(
     assert summary["steps"] == 12
     assert summary["buffer"]["age_max"] <= 2
     assert not with_controller or summary["rollout"]["batched"] == 12 * 8
+
+
+async def test_a_trainer_that_replaces_one_whose_end_nobody_saw_gets_the_batch_that_was_asked_for(
+    controller, config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its beginning waits for disk space, the other stages go on."""
+    run = controller(config(run={"steps": 12}), replicas={"r0": MemoryReplica(token_seconds=0.05)})
+    trainer = MemoryTrainer(run.session)
+    running, first = asyncio.create_task(run.run()), asyncio.create_task(trainer.run())
+    await trainer.reached(3)
+    while run.session.ready >= run.session.requested:
+        await run.events.changed.wait(0.01)
+    await cancel([first])
+    open_lineage = run.record.open_lineage
+
+    async def slowly(*begins: Any) -> Any:
+        opening = await open_lineage(*begins)
+        await asyncio.sleep(LONG)
+        return opening
+
+    monkeypatch.setattr(run.record, "open_lineage", slowly)
+    await asyncio.wait_for(trainer.run(), 600)
+    assert (await asyncio.wait_for(running, 60))["steps"] == 12
 
 
 async def test_evaluations_run_beside_the_training_and_name_the_best(controller, config) -> None:
