@@ -443,14 +443,11 @@ class ReplicaPool:
         replica = await self._choose(version, seconds)
         replica.held = True
         try:
-            await replica.unless_lost(replica.busy.acquire())  # an update under way ends first
-            try:
+            async with replica.busy:  # an update under way ends first, at the latest when the replica is lost
                 if not (version.step == 0 and (replica.version is None or replica.version.step == 0)):
                     await replica.unless_lost(self._bring(replica, version))
                 with waits.on(replica.name, EVALUATION, lambda: f"it is held at {version}"):
                     yield replica
-            finally:
-                replica.busy.release()
             with suppress(DistillError):  # its own task retries
                 if (target := self._due(replica)) is not None:
                     await replica.unless_lost(self.update(replica, target))

@@ -774,6 +774,24 @@ async def test_without_a_serving_replica_nothing_is_held_and_a_lost_one_is_repor
         await world.until(lambda: not replica.busy.locked())
 
 
+@pytest.mark.parametrize("turns", range(1, 9))
+async def test_an_evaluation_that_is_stopped_as_it_takes_a_replica_leaves_it_to_updates(turns: int) -> None:
+    """After so many turns of the event loop."""
+    world = World(a=MemoryReplica())
+
+    async def hold() -> None:
+        async with world.pool.hold(Version(0, 0), 60.0):
+            await asyncio.sleep(LONG)
+
+    async with world.running(1):
+        holding = asyncio.create_task(hold())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await cancel([holding])
+        world.publish(Version(0, 1))
+        await world.until(lambda: len(world.applied) == 1)
+
+
 async def test_a_held_replica_is_stalled_when_it_has_something_to_generate_alone() -> None:
     world = World(stall_timeout_seconds=5.0, a=MemoryReplica())
     async with world.running(1):
