@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from random_history import opened, scored
 
 from distill.batching.batcher import LateWait
 from distill.buffer import Bound, Rules, rules
 from distill.config import RunConfig
+from distill.record.changes import Stepped
 from sync.base.errors import ConfigError
+from sync.wire import Version
 
 GROUPED = {"type": "sampled", "task": {"baseline": "group"}}
 
@@ -58,6 +62,28 @@ def test_what_could_not_go_on_is_refused_with_value_rule_and_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         rules(config(**sections))
+
+
+async def test_a_group_expires_with_its_oldest_member_and_one_that_is_broken_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    record = opened(tmp_path, Rules(4, Bound(2, 2), group=2))
+    await record.open_lineage(None, "model")
+    late, other, *broken = record.issue(4)
+    record.state.sent([rollout.id for rollout in (late, other, *broken)], Version(0, 0))
+    record.admit(scored(other, Version(0, 0)))
+    record.drop([broken[0].id], "empty", "a completion without tokens")
+    for step in range(2):
+        for rollout in record.issue(4):
+            record.admit(scored(rollout, Version(0, step)))
+        assert await record.form_batch() is not None
+        record.write(Stepped(Version(0, step + 1)))
+    assert record.state.expiring() == 1
+    record.requeue(late, "replica_lost")
+    assert record.state.expiring() == 0, "it is not in flight"
+    record.state.sent([late.id], Version(0, 2))
+    assert record.state.expiring() == 1
+    record.store.close()
 
 
 def test_a_batch_is_held_for_its_time_and_no_longer() -> None:
