@@ -39,8 +39,9 @@ def open_copy(path: Path) -> sqlite3.Connection:
                 fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB, *_READERS)
             except (BlockingIOError, PermissionError):
                 _download(path, copy)
-            else:
-                shutil.copy(path, copy)
+            else:  # by this file alone: closing another one of run.db would give up the lock
+                with copy.open("wb") as rows:
+                    shutil.copyfileobj(file, rows)
                 if log.is_file():
                     shutil.copy(log, folder)
         connection = sqlite3.connect(copy, isolation_level=None)

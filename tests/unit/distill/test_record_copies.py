@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from contextlib import closing
@@ -103,6 +104,29 @@ async def test_the_log_that_a_kill_left_is_read_and_stays(folder: Path) -> None:
     with closing(open_read_only(folder / RECORD)) as tables:
         assert tables.execute(COUNT).fetchone() == (120,)
     assert kept(folder) == before
+
+
+LOCK = """
+import fcntl, sys
+
+fcntl.lockf(open(sys.argv[1], "r+b"), fcntl.LOCK_EX | fcntl.LOCK_NB, 510, (1 << 30) + 2)
+"""
+
+
+async def test_no_controller_begins_between_the_copies_of_rows_and_log(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "Error" not in await told(folder, LEFT, str(folder))
+    copy, locked = shutil.copy, dict[str, bool]()
+
+    def watched(source: Path, target: Path | str) -> None:
+        taken = subprocess.run([sys.executable, "-c", LOCK, folder / RECORD], capture_output=True)
+        locked[source.name] = b"BlockingIOError" in taken.stderr
+        copy(source, target)
+
+    monkeypatch.setattr(shutil, "copy", watched)
+    open_read_only(folder / RECORD).close()
+    assert locked[f"{RECORD}-wal"]
 
 
 async def test_a_second_controller_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
