@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -134,23 +134,36 @@ def _turns(completion: Completion, decode: Callable[[list[int]], str]) -> Iterat
             yield {"environment": decode(added), "student": decode(said)}
 
 
-def read_completions(path: Path, prompt_set: PromptSet) -> list[Completion]:
-    """The completions of a file."""
-    completions = []
+def read_completions(path: Path, prompt_set: PromptSet) -> list[Completion] | None:
+    """The completions of a file; None: there is none, or the set was changed since."""
+    if not path.is_file():
+        return None
     with path.open() as lines:
-        for line in lines:
-            row = json.loads(line)
-            known = {name: row[name] for name in ("reward", "answer", "error")}
-            metrics = row.get("metrics")
-            completion = Completion(row["index"], [], row["finish_reason"], metrics=metrics, **known)
-            if (parts := row.get("sequences")) is None:
-                ids, length = prompt_set.prompts[completion.index].token_ids, len(row["token_ids"])
-                parts = [{"prompt_ids": ids, "token_ids": row["token_ids"], "own": [(0, length)]}]
-            for part in parts:
-                token_ids = np.array(part["token_ids"], np.int32)
-                completion.sequences.append(Tokens(part["prompt_ids"], token_ids, [*map(tuple, part["own"])]))
-            completions.append(completion)
+        rows = [json.loads(line) for line in lines]
+    numbers = [number for number in range(len(prompt_set.prompts)) for _ in range(prompt_set.completions)]
+    if [row["index"] for row in rows] != numbers or not all(_is_of(prompt_set, row) for row in rows):
+        return None
+    completions = []
+    for row in rows:
+        known = {name: row[name] for name in ("reward", "answer", "error")}
+        metrics = row.get("metrics")
+        completion = Completion(row["index"], [], row["finish_reason"], metrics=metrics, **known)
+        if (parts := row.get("sequences")) is None:
+            ids, length = prompt_set.prompts[completion.index].token_ids, len(row["token_ids"])
+            parts = [{"prompt_ids": ids, "token_ids": row["token_ids"], "own": [(0, length)]}]
+        for part in parts:
+            token_ids = np.array(part["token_ids"], np.int32)
+            completion.sequences.append(Tokens(part["prompt_ids"], token_ids, [*map(tuple, part["own"])]))
+        completions.append(completion)
     return completions
+
+
+def _is_of(prompt_set: PromptSet, row: Mapping[str, Any]) -> bool:
+    """Whether a row is of its set's prompt; episodes are told apart from completions alone."""
+    prompt = prompt_set.prompts[row["index"]]
+    if "completion" not in row:
+        return prompt.environment is not None
+    return prompt.environment is None and row["prompt"] == prompt_set.decode(prompt.token_ids)
 
 
 def remove_old(run_dir: Path) -> None:

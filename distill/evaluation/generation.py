@@ -14,7 +14,7 @@ a reward worker                                  its outcome; `reward_timeout_se
 
 Completions go through the dispatcher as those that are trained on, with its limits and its error budget, and
 end in a file instead of the buffer: they are on no record, have no age, and count for no room. A set whose
-file is there is not generated again.
+file is there, with its prompts, is not generated again.
 """
 
 from __future__ import annotations
@@ -88,20 +88,22 @@ class Generation:
         completion, or an environment that stays away, DataError when a function or an environment of the
         user's fails `guard.bad_answers` times in a row, or always.
         """
-        files = {name: file_of(self._config.run_dir, version, name) for name in names}
-        missing = {name: dict[str, Completion]() for name, path in files.items() if not path.is_file()}
+        completions, missing = dict[str, list[Completion]](), dict[str, dict[str, Completion]]()
+        for name in names:
+            path, prompt_set = file_of(self._config.run_dir, version, name), self._sets[name]
+            if (made := await asyncio.to_thread(read_completions, path, prompt_set)) is None:
+                missing[name] = {}
+            else:
+                completions[name] = made
         ending: dict[str, asyncio.Task[list[Completion]]] = {}
         try:
             if missing:
                 await self._generate(version, missing, ending)
-            completions = {name: await task for name, task in ending.items()}
+            return completions | {name: await task for name, task in ending.items()}
         except Unusable as end:
             raise RemoteError(f"a completion of the evaluation cannot be had: {end}") from end
         finally:
             await cancel(ending.values())
-        for name in files.keys() - completions.keys():
-            completions[name] = await asyncio.to_thread(read_completions, files[name], self._sets[name])
-        return completions
 
     async def _generate(
         self,
@@ -264,8 +266,8 @@ class Generation:
         sees a prompt of its own), or the prompts are an environment's.
         """
         path, prompt_set = file_of(self._config.run_dir, TEACHER, HELD_OUT), self._sets[HELD_OUT]
-        if path.is_file():
-            return await asyncio.to_thread(read_completions, path, prompt_set)
+        if (made := await asyncio.to_thread(read_completions, path, prompt_set)) is not None:
+            return made
         if not self._parts.teachers or any(prompt.environment for prompt in prompt_set.prompts):
             return None
         asked: dict[str, list[TeacherPrompt]] = {}

@@ -340,6 +340,19 @@ def own_rewards(models: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return written
 
 
+async def test_a_set_that_was_changed_is_generated_anew_whatever_is_on_disk(models: Path) -> None:
+    sizes = (("abc>", "bca>", "cab>"), 4), (("abc>", "bca>"), 4), (("abc>", "cab>"), 4), (("abc>", "cab>"), 2)
+    for texts, count in sizes:
+        source = prompts_of(models, [{"prompt": text, "gold": "b"} for text in texts])
+        rewards = {"answer_field": "gold", "reward_fn": "exact"}
+        sets = {"letters": {"source": source | rewards, "completions": count}}
+        run = evaluator(models, Teacher(models / "teacher"), Replica(models / "student"), sets=sets)
+        made = (await completed(run, sets=["letters"]))["letters"]
+        prompts = [text for text in texts for _ in range(count)]
+        assert [row["prompt"] for row in lines(models, "letters")] == prompts
+        assert [completion.index for completion in made] == [texts.index(text) for text in prompts]
+
+
 async def test_graded_rewards_pass_from_the_threshold_of_their_prompts_on(models: Path, own_rewards) -> None:
     """Three prompts whose completions are worth 0.25, 0.5 and 0.75; one that fails passes at no threshold."""
     code = "def worth(p, c):\n    return {2: 0.25, 3: 0.5, 4: 0.75, 5: None}[len(p.text)], 'said'\n"
