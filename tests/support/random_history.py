@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
+import errno
 import random
 from collections import Counter
 from pathlib import Path
@@ -87,7 +89,7 @@ class History:
     async def event(self) -> None:
         usual = [self.issue, self.issue, self.admit, self.admit, self.step, self.step, self.follow]
         rare = [self.kill_trainer, self.restart, self.requeue, self.drop, self.save, self.roll_back]
-        rare += [self.evaluate, self.die_on_a_batch, self.spend_attempts]
+        rare += [self.evaluate, self.die_on_a_batch, self.spend_attempts, self.fill_disk]
         await self.rng.choice(rare if self.rng.random() < 0.15 else usual)()
 
     async def reloaded(self) -> RunState:
@@ -189,6 +191,33 @@ class History:
         for _ in range(self.rng.randint(1, self.rules.max_attempts)):
             for rollout in list(self.state.pending.values())[:1]:
                 self.record.requeue(rollout, "aborted", 7)
+
+    async def fill_disk(self) -> None:
+        """For a moment there is no space, for rows or for arrays, while any of these waits for its commit."""
+        store = self.record.store
+        await store.commit()
+        room, write = self.rng.randint(0, 300), store._write
+
+        def cut(file: int, data: memoryview) -> int:
+            nonlocal room
+            if room == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            room -= (count := write(file, data[:room]))
+            return count
+
+        if self.rng.random() < 0.5:
+            store._write = cut
+        else:
+            (pages,) = store.connection.execute("PRAGMA page_count").fetchone()
+            store.connection.execute(f"PRAGMA max_page_count = {pages}")
+        for _ in range(self.rng.randint(0, 20)):
+            await self.rng.choice([self.issue, self.admit, self.requeue, self.evaluate])()
+        waiting = asyncio.create_task(self.rng.choice([self.step, self.save, store.commit])())
+        await asyncio.sleep(0.003)
+        store._write = write
+        space = f"PRAGMA max_page_count = {1 << 30}"
+        await asyncio.get_running_loop().run_in_executor(store._writer, store.connection.execute, space)
+        await waiting
 
     async def drop(self) -> None:
         self.record.drop(list(self.state.pending)[:1], "empty", "nothing came", 0)
