@@ -126,7 +126,7 @@ class Controller:
         on(Checkpointed, lambda _: self._checkpoint_saved.set())
         on(Heartbeat, self.heartbeats.heard, lambda beat: self.waits.report(beat.does))
         # replicas and servers
-        on(VersionApplied, self.record.write, self._note_update)
+        on(VersionApplied, self._note_update)
         on(events.Membership, lambda event: self._hooks.say(f"replica {event.replica} {event.what}"))
         on(events.Membership, lambda _: self.session.wake())
         on(events.Stranded, lambda _: self.session.wake())
@@ -275,6 +275,7 @@ class Controller:
 
     def _trainer_opened(self, welcome: TrainerWelcome) -> None:
         self.guard.forget()
+        self.waits.does = {}  # of the one before
         self.dispatcher.depth.restart()
         self._parts.claim.run = welcome.run
         self.heartbeats.opened()

@@ -113,7 +113,8 @@ class ReplicaPool:
     def __init__(self, common: Common) -> None:
         self.replicas: dict[str, Replica] = {}
         self.budget, self.changed = common.budget, common.events.changed
-        self._state, self._events, config = common.record.state, common.events, common.config
+        self._state, self._write = common.record.state, common.record.write
+        self._events, config = common.events, common.config
         self._weights, self._stall_timeout_seconds = config.weights, config.rollout.stall_timeout_seconds
         self._published = Signal()
         self._tasks, self._running = dict[str, asyncio.Task[None]](), False
@@ -420,7 +421,9 @@ class ReplicaPool:
         replica.version, replica.refusal = reply.version, None
         parts = reply.stage_seconds, reply.pause_seconds, reply.apply_seconds
         seconds = time.monotonic() - began
-        self._events.emit(VersionApplied(replica.name, reply.version, reply.bytes_read, *parts, seconds))
+        applied = VersionApplied(replica.name, reply.version, reply.bytes_read, *parts, seconds)
+        self._write(applied)
+        self._events.emit(applied)
         return reply
 
     def _lose(self, replica: Replica) -> None:
@@ -443,11 +446,15 @@ class ReplicaPool:
         replica = await self._choose(version, seconds)
         replica.held = True
         try:
-            async with replica.busy:  # an update under way ends first, at the latest when the replica is lost
+            with waits.on(EVALUATION, replica.name, lambda: "its update ends first, or its loss"):
+                await replica.busy.acquire()
+            try:
                 if not (version.step == 0 and (replica.version is None or replica.version.step == 0)):
                     await replica.unless_lost(self._bring(replica, version))
                 with waits.on(replica.name, EVALUATION, lambda: f"it is held at {version}"):
                     yield replica
+            finally:
+                replica.busy.release()
             with suppress(DistillError):  # its own task retries
                 if (target := self._due(replica)) is not None:
                     await replica.unless_lost(self.update(replica, target))

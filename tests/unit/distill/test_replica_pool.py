@@ -45,7 +45,7 @@ class World:
         self.events.on(Stalled, lambda event: self.stalled.append(event.role))
         budget = ErrorBudget(1 << 30, self.events)
         config = make_config(rollout={"stall_timeout_seconds": stall_timeout_seconds})
-        other: Any = SimpleNamespace(state=self.state)
+        other: Any = SimpleNamespace(state=self.state, write=lambda change: None)
         self.pool = ReplicaPool(Common(config, other, other, other, Timeline(), budget, self.events))
         self.pool.poll_seconds = self.pool.retry_seconds = 0.02
         self.broadcasts = Broadcasts(self.pool)

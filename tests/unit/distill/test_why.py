@@ -22,7 +22,15 @@ from distill.prompts.stream import PromptStream
 from distill.record.store import Store
 from distill.waits import ROOT_SECONDS
 from sync.base.errors import Overloaded, RemoteError
-from sync.wire import EVALUATION_ID, GenerateRequest, Heartbeat, UpdateReply, UpdateRequest, Version
+from sync.wire import (
+    EVALUATION_ID,
+    GenerateRequest,
+    Heartbeat,
+    TrainerHello,
+    UpdateReply,
+    UpdateRequest,
+    Version,
+)
 
 pytestmark = pytest.mark.virtual_time
 STEPS = {"steps": 10_000}
@@ -187,6 +195,13 @@ async def test_a_trainer_in_its_checkpoint(controller, config) -> None:
             "trainer waits for nothing",
             "← trainer: it saves the checkpoint of L000-v00000005, for",
         ]
+
+
+async def test_a_trainer_that_begins_is_not_said_to_have_ended(controller) -> None:
+    run = controller()
+    run.trainer_died()
+    await run.session.hello(TrainerHello(world_size=1, checkpoint=None, fingerprint="model", run="test"))
+    assert run.waits.why() == ["trainer waits for nothing"]
 
 
 async def test_an_environment_that_sleeps(controller, config) -> None:
