@@ -49,7 +49,7 @@ class Stranded(NamedTuple):
 
 
 class NoServerLeft(NamedTuple):
-    """ErrorBudget: all servers of a kind, or a function of the user's, gave too many bad answers."""
+    """ErrorBudget, Evaluations: all servers of a kind, or what a user wrote, gave too many bad answers."""
 
     problem: str
 

@@ -22,11 +22,12 @@ from distill.config.evaluation import HELD_OUT, EvaluationConfig, Metric
 from distill.evaluation.completions import remove_old
 from distill.evaluation.generation import Generation
 from distill.evaluation.report import Comparison, report_of
+from distill.events import NoServerLeft
 from distill.interfaces import Common
 from distill.record.changes import Evaluated
 from distill.waits import EVALUATION
 from sync import wire
-from sync.base.errors import RemoteError, Unreachable, WireError, WrongServer
+from sync.base.errors import DataError, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import checks
 from sync.wire.client import MAX_ANSWER, Peer
 
@@ -91,6 +92,7 @@ class Evaluations:
         self._config, self._steps, self._run_dir = config.evaluation, config.run.steps, config.run_dir
         self._metric = config.metric
         self._record, self._timeline, self._budget = common.record, common.timeline, common.budget
+        self._events = common.events
         self._done, self._stop = done, stop
         self._pending: wire.Version | None = None
         self._newest: wire.Version | None = None
@@ -130,6 +132,8 @@ class Evaluations:
                 if isinstance(error, WrongServer) and not self._answered:
                     raise  # it served another run from the start
                 logger.error("evaluation of %s is skipped: %s", version, error)
+            except DataError as error:  # a function or an environment of the user's fails
+                self._events.emit(NoServerLeft(str(error)))
 
     async def now(self, version: wire.Version, last: bool = False) -> wire.EvalReport:
         """The report of `version`: a known one, the one under way, or a new one.

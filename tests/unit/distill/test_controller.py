@@ -610,6 +610,20 @@ async def test_a_reward_fn_that_always_fails_ends_the_run_with_its_words(control
     assert "the reward_fn cannot read" in summary["error"]
 
 
+async def test_what_a_user_wrote_and_fails_in_an_evaluation_ends_the_run_with_a_checkpoint(
+    controller, config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: Any) -> None:
+        raise DataError("ZeroDivisionError; the last of 8 completions in a row: mend the reward function")
+
+    run = controller(config(run={"steps": 1000}), evaluator=MemoryEvaluator())
+    monkeypatch.setattr(run.evaluations.generation, "completions", fails)
+    trainer = MemoryTrainer(run.session)
+    summary = await to_the_end(run, trainer)
+    assert summary["error"].startswith("ZeroDivisionError")
+    assert trainer.checkpoint == Version(0, summary["steps"])
+
+
 async def test_a_run_that_the_guard_paused_stays_paused_when_the_disk_has_room_again(
     controller, config
 ) -> None:
