@@ -198,10 +198,10 @@ class Record:
         self._events.emit(Quarantine(rollout.id, prompt, tokens, reason, detail))
 
     def rollouts(self, batch: Batch) -> list[Rollout]:
-        """The rollouts of a batch, in order; released ones are read back."""
-        released = [rollout.id for rollout in batch.rollouts if rollout.is_released]
-        released.sort(key=self.state.where.__getitem__)  # a block is unpacked once
-        whole = {rollout: self.store.read(self.state.where[rollout]) for rollout in released}
+        """The rollouts of a batch, in order; released ones are read back, also if dropped meanwhile."""
+        where = {each.id: self.state.where[each.id] for each in batch.rollouts if each.is_released}
+        in_order = sorted(where, key=where.__getitem__)  # a block is unpacked once
+        whole = {rollout: self.store.read(where[rollout]) for rollout in in_order}
         return [
             rollout.whole(whole[rollout.id]) if rollout.id in whole else rollout for rollout in batch.rollouts
         ]

@@ -23,7 +23,7 @@ from distill.buffer import Bound, Rules
 from distill.prompts.stream import PromptStream
 from distill.record.changes import Checkpointed, Dropped, HandedOut, Stepped
 from distill.record.record import Record
-from distill.record.rollout import Rollout
+from distill.record.rollout import Location, Rollout
 from distill.record.store import Store, arrays_path
 from distill.trainer_api.guard import retreat
 from sync.base.errors import ConfigError
@@ -204,6 +204,25 @@ async def test_a_bisection_after_a_start_from_the_model_folder_survives_a_restar
     assert part.is_part
     again = await reopened(record)
     assert again.state.batch_of(0).ids == part.ids
+
+
+async def test_a_batch_is_read_back_though_a_trainer_that_begins_meanwhile_leaves_it(tmp_path: Path) -> None:
+    """A thread reads it, which may take long, beside the event loop."""
+    record = opened(tmp_path)
+    for asked in record.issue(BATCH):
+        record.admit(scored(asked, Version(0, 0)))
+    record = await reopened(record)
+    await record.open_lineage(None, "model")
+    batch = await record.form_batch()
+    assert batch is not None
+    read = record.store.read
+
+    def left(location: Location) -> Rollout:
+        record.state.where.clear()
+        return read(location)
+
+    record.store.read = left
+    assert all(rollout.tokens.data for rollout in record.rollouts(batch))
 
 
 async def test_a_prompt_that_never_ends_is_dropped_after_some_attempts(tmp_path: Path) -> None:
