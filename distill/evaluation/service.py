@@ -34,7 +34,7 @@ from distill.registry import expected_servers, follow
 from distill.topology import places
 from sync import wire
 from sync.base.address import controller_url, token_from_environment
-from sync.base.durable import write_json
+from sync.base.durable import until_disk_space, write_json
 from sync.base.errors import ConfigError, DistillError
 from sync.base.memory import give_back
 from sync.base.settings import read_settings
@@ -110,12 +110,16 @@ def app(
 
 async def keep(config: RunConfig, weights: Subscriber, claim: Claim, report: wire.EvalReport) -> wire.Ok:
     """Keep a version as the folder best/, with its figures; step 0 is the configuration's model folder."""
-    version = report.version
-    if version.step > 0:
-        folder = await asyncio.to_thread(weights.folder, version)
-        await asyncio.to_thread(keep_best, folder, config.run_dir / "best")
+    version, best = report.version, config.run_dir / "best"
+    folder = await asyncio.to_thread(weights.folder, version) if version.step > 0 else None
     figures = {**msgspec.to_builtins(report), "version": str(version), "run_id": claim.run_id}
-    write_json(config.run_dir / "best.json", figures)
+
+    def write() -> None:
+        if folder is not None:
+            keep_best(folder, best)
+        write_json(best.with_suffix(".json"), figures)
+
+    await asyncio.to_thread(until_disk_space, write, str(best), "the evaluation")
     return wire.Ok()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from starlette.applications import Starlette
 from distill.evaluation.schedule import HttpEvaluator
 from distill.evaluation.service import app, keep
 from sync import wire
+from sync.base import durable
 from sync.base.errors import ConfigError, RemoteError, SnapshotError, Unreachable
 from sync.wire import Divergence, EvalReply, EvalReport, EvalRequest, ProbeReply, ProbeRequest, Version
 from sync.wire.claims import Claim
@@ -61,6 +63,23 @@ async def test_the_best_version_is_kept_with_its_figures_and_replaced_by_the_nex
             assert not (config.run_dir / "best").exists(), "it is the model folder"
         else:
             assert (config.run_dir / "best" / "weights").read_text() == str(Version(0, step))
+
+
+async def test_the_best_version_waits_for_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copytree, tried = shutil.copytree, list[Path]()
+
+    def full(folder: Path, target: Path) -> None:
+        tried.append(target)
+        if len(tried) == 1:
+            raise shutil.Error([(folder, target, "[Errno 28] No space left on device")])
+        copytree(folder, target)
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    monkeypatch.setattr(durable, "RETRY_SECONDS", 0.01)
+    config, folders = make_config(run={"name": "x", "folder": tmp_path}), Folders(tmp_path)
+    config.run_dir.mkdir()
+    await keep(config, folders, Claim(), report(Version(0, 3), 0.5))  # type: ignore[arg-type]
+    assert (config.run_dir / "best" / "weights").read_text() == str(Version(0, 3))
 
 
 async def post(client: httpx.AsyncClient, version: Version, token: str = "") -> httpx.Response:
