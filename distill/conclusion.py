@@ -35,7 +35,7 @@ async def conclude(
             return Concluded(version, weights, [])
     elif final is not None and evaluations is not None:
         try:
-            with waits.on("the run's end", "evaluation", of=lambda: [EVALUATION]):
+            with waits.on(waits.END, "evaluation", of=lambda: [EVALUATION]):
                 await evaluations.now(final.version, last=True)
         except DistillError as error:
             failure = str(error)
@@ -70,7 +70,7 @@ async def _compared(pool: ReplicaPool, replica: Replica, final: FinalDigests, de
         left = deadline - time.monotonic()
         if left <= 0 or (replica.version != final.version and not pool.is_stored(final.version)):
             return None
-        with waits.on("the run's end", replica.name, progress=replica.joined):
+        with waits.on(waits.END, replica.name, progress=replica.joined):
             await pool.changed.wait(min(left, pool.retry_seconds))
     return None
 

@@ -27,6 +27,8 @@ T = TypeVar("T")
 TRAINER: Final = "trainer"
 BATCHER: Final = "batcher"
 """Forms batches."""
+END: Final = "the run's end"
+"""What shows the last version, once the trainer has left."""
 DISPATCHER: Final = "dispatcher"
 """Sends prompts and turns to replicas."""
 GENERATION: Final = "generation"
@@ -144,17 +146,21 @@ class Waits:
             parties = set(chain[-1].of())
         return chain
 
+    def _main(self) -> list[Wait]:
+        """The chain of the trainer, or of what comes after it."""
+        return self.chain(TRAINER) or self.chain(END)
+
     def report(self, does: Mapping[str, tuple[str, float]]) -> None:
         """Note what parties elsewhere do, and for how many seconds."""
         self.does |= {who: (what, time.monotonic() - seconds) for who, (what, seconds) in does.items()}
 
     def root(self) -> str:
-        """The root of the trainer's chain, in words; empty: nothing waits."""
-        chain = self.chain(TRAINER) or self.of([BATCHER])
+        """The root of the main chain, in words; empty: nothing waits."""
+        chain = self._main() or self.of([BATCHER])
         return next(iter(self._doing(chain[-1].of())), str(chain[-1])) if chain else ""
 
     def why(self) -> list[str]:
-        """What the trainer waits for, down to the root; then what else waits, the longest first."""
+        """The main chain, down to the root; then what else waits, the longest first."""
         alike: dict[tuple[str, str], list[Wait]] = {}
         for wait in self.of({wait.who for wait in self._open} - {BATCHER}):
             alike.setdefault((wait.who, wait.what), []).append(wait)
@@ -163,7 +169,7 @@ class Waits:
             others = len(alike.pop((wait.who, wait.what), [wait])) - 1
             return f"{wait}{f' (and {others} more)' if others else ''}"
 
-        chain, batcher = self.chain(TRAINER), self.of([BATCHER])
+        chain, batcher = self._main(), self.of([BATCHER])
         lines = [f"{'  ← ' if place else ''}{line(wait)}" for place, wait in enumerate(chain)]
         if chain and chain[-1] in chain[:-1]:
             lines.append("  … and so on: they wait for one another")
@@ -177,18 +183,18 @@ class Waits:
         return [*lines, *(f"beside it, {words}" for words in beside)]
 
     async def watch(self, stalled: Callable[[list[Wait]], None], seconds: float = ROOT_SECONDS) -> None:
-        """Call `stalled` with the trainer's chain whenever its root has not changed for `seconds`."""
+        """Call `stalled` with the main chain whenever its root has not changed for `seconds`."""
         root: list[tuple[object, ...]] = []
 
         async def progresses() -> bool:
             nonlocal root
-            before, chain = root, self.chain(TRAINER) or self.of([BATCHER])
+            before, chain = root, self._main() or self.of([BATCHER])
             root = [(chain[0].what, wait.who, wait.since, wait.detail()) for wait in chain[-1:]]
             return not root or root != before
 
         while True:
             await until_stalled(progresses, seconds)
-            if chain := self.chain(TRAINER) or self.of([BATCHER]):
+            if chain := self._main() or self.of([BATCHER]):
                 stalled(chain)
 
     def _doing(self, parties: Iterable[str]) -> list[str]:

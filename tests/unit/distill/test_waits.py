@@ -17,7 +17,7 @@ import pytest
 
 import distill
 from distill.aio import cancel
-from distill.waits import Wait, Waits
+from distill.waits import END, Wait, Waits
 
 ROOT: Final = Path(distill.__file__).parent
 STAGES: Final = ("batching", "record", "rollout", "trainer_api")
@@ -139,6 +139,22 @@ def test_parties_that_wait_for_one_another_are_said_to() -> None:
     with on("trainer", "batch 4", of=lambda: ["r0"]), on("r0", "a version", of=lambda: ["trainer"]):
         assert [wait.who for wait in waits.chain("trainer")] == ["trainer", "r0", "trainer"]
         assert waits.why()[-1] == "  … and so on: they wait for one another"
+
+
+@pytest.mark.virtual_time
+async def test_behind_the_last_step_the_chain_is_that_of_the_runs_end() -> None:
+    on, stalled = partial(Wait, waits := Waits()), list[Any]()
+    task = asyncio.create_task(waits.watch(stalled.append, seconds=60.0))
+    with on("batcher", "trainer"), on(END, "evaluation"):
+        for number in range(4):
+            with on("evaluation", f"r{number}"):
+                await asyncio.sleep(50.0)
+                assert waits.why() == [
+                    f"the run's end waits {50 * (number + 1)} s for evaluation",
+                    f"  ← evaluation waits 50 s for r{number}",
+                ]
+    assert stalled == []
+    await cancel([task])
 
 
 @pytest.mark.virtual_time
