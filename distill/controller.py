@@ -325,7 +325,7 @@ class Controller:
             return  # what is evaluated goes to the store next
         if event.note:
             self._hooks.say(event.note)
-        encode, start = event.encode_seconds, time.time() - event.seconds
+        encode, start = event.encode_seconds, self.timeline.clock() - event.seconds
         self.timeline.follow(TRAINER, start, {"encode": encode, "write": event.seconds - encode})
         if self.evaluations is not None:
             self.evaluations.due(event.version)
@@ -333,7 +333,7 @@ class Controller:
 
     def _note_update(self, update: VersionApplied) -> None:
         """It stages from the request on; the pause ends with the reply, and loading ends the pause."""
-        end = time.time()
+        end = self.timeline.clock()
         start = end - update.seconds
         spans = {
             "update": (start, end),

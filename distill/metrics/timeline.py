@@ -55,20 +55,26 @@ class _Blocked:
     """End of the last one, at level 0."""
 
 
+def steady_clock() -> Callable[[], float]:
+    """Seconds since the epoch that go on when the system's clock is set."""
+    epoch = time.time() - time.monotonic()
+    return lambda: epoch + time.monotonic()
+
+
 class Timeline:
     """Sums per role, of all starts of the controller. `sink` receives each span when it ends."""
 
     def __init__(
         self,
         sink: Callable[[Span], None] | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         earlier: Mapping[str, Any] = {},
     ) -> None:
-        """`earlier`: `figures` of the starts before this one."""
+        """`clock`: None: `steady_clock`. `earlier`: `figures` of the starts before this one."""
         self._sink = sink
-        self._clock = clock
+        self.clock = clock or steady_clock()
         self._earlier = earlier
-        self._began = clock()
+        self._began = self.clock()
         self._roles: dict[str, _Role] = defaultdict(_Role)
         self._blocked: dict[tuple[str, str], _Blocked] = {}
         """Role and cause of the newest waits."""
@@ -76,7 +82,7 @@ class Timeline:
 
     def blocked(self, role: str, cause: str, begins: bool) -> None:
         """One of the waits of `role` that count as `cause` begins or ends; see `distill.waits`."""
-        now, blocked = self._clock(), self._blocked.get((role, cause))
+        now, blocked = self.clock(), self._blocked.get((role, cause))
         if not begins:
             assert blocked is not None, "a wait ends that began"
             blocked.level -= 1
@@ -95,7 +101,7 @@ class Timeline:
 
     def figures(self) -> dict[str, Any]:
         """Seconds of all starts: in all, and by role those with work, without, and blocked by each cause."""
-        now = self._clock()
+        now = self.clock()
         busy = {
             name: role.busy + (0.0 if role.since is None else now - role.since)
             for name, role in self._roles.items()
@@ -113,7 +119,7 @@ class Timeline:
 
     def level(self, role: str, what: str, level: int) -> None:
         """Set how many tasks of kind `what` the role has under way from now on."""
-        now, state = self._clock(), self._roles[role]
+        now, state = self.clock(), self._roles[role]
         if level and what not in state.active:
             state.active[what] = now
             state.since = now if state.since is None else state.since
@@ -133,7 +139,7 @@ class Timeline:
 
         Those of "train" are sums over micro-batches and stand one after the other from its beginning.
         """
-        end = self._clock()
+        end = self.clock()
         for what in ("checkpoint", "publish", "train", "wait"):
             start = end - report.seconds.get(what, 0.0)
             self.add(role, what, start, end, busy=what != "wait")
@@ -150,7 +156,7 @@ class Timeline:
 
     def cut(self, seconds: float = 0.0) -> None:
         """Emit what has been under way for so long, as if it ended now; its rest is a span of its own."""
-        now = self._clock()
+        now = self.clock()
         for role, state in self._roles.items():
             for what, start in state.active.items():
                 if now - start >= seconds:
@@ -165,7 +171,7 @@ class Timeline:
 
     def restart(self) -> None:
         """Reset the sums of this start: its start-up is left out."""
-        self._began = now = self._clock()
+        self._began = now = self.clock()
         self._waited.clear()
         for blocked in self._blocked.values():
             blocked.since, blocked.until = now, max(now, blocked.until)

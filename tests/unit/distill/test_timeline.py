@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -82,6 +83,16 @@ async def test_a_publication_is_encoded_and_then_written(controller: Any) -> Non
     lengths = [(span.role, span.what, pytest.approx(span.end - span.start)) for span in spans]
     assert lengths == [("trainer", "encode", 0.5), ("trainer", "write", 1.5), ("trainer", "write", 2.0)]
     assert spans[0].end == spans[1].start
+
+
+def test_a_system_clock_that_is_set_back_takes_no_seconds_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans, time_of_day = list[Span](), time.time
+    timeline = Timeline(spans.append)
+    timeline.level("student", "generate", 1)
+    monkeypatch.setattr(time, "time", lambda: time_of_day() - 3600.0)
+    timeline.level("student", "generate", 0)
+    assert timeline.figures()["run_seconds"] >= timeline.figures()["busy_seconds"]["student"] > 0
+    assert spans[0].start == pytest.approx(time_of_day(), abs=60)
 
 
 def test_start_up_can_be_left_out(timeline: Recorded) -> None:
