@@ -36,7 +36,7 @@ from distill.metrics.timeline import Timeline
 from distill.record.changes import Checkpointed, Concluded, VersionApplied
 from distill.record.record import Record
 from distill.record.resume import Resume
-from distill.registry import Registry
+from distill.registry import Registry, expected_machines
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.dispatcher import Dispatcher, PauseReason
 from distill.rollout.life import Lives
@@ -82,7 +82,7 @@ class Controller:
         self.pool = ReplicaPool(common)
         for name, engine in parts.replicas.items():
             self.pool.add(name, engine, for_evaluations=name == EVALUATION_REPLICA)
-        machines = config.trainer.nodes
+        machines = expected_machines(config)
         self.registry = Registry(run.name, parts.expected, self.pool, parts.connect, machines)
         self.broadcasts = Broadcasts(self.pool, run.start_seconds)
         self.dispatcher = Dispatcher(common, self.pool)

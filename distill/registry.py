@@ -5,7 +5,7 @@
 
 A process that is started again is another one, by its boot, and has the name when the lease before it ends.
 
-The trainer's machines, where it has several, are entries as servers are, with one rule more: once all are
+The trainer's machines are entries as servers are, with one rule more where it has several: once all are
 there they are a gang, and when one loses its name or its lease ends, all lose theirs, end, and register anew.
 One whose ranks ended well is not missed.
 
@@ -23,7 +23,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit
@@ -79,13 +79,12 @@ class Registry:
         expected: Mapping[str, Address],
         pool: ReplicaPool,
         connect: Callable[[Address], ReplicaEngine] | None,
-        machines: int = 1,
+        machines: Sequence[str],
     ) -> None:
         """`expected`: servers of the configuration that have no fixed URL. `connect`: a client of a replica;
-        None: none can join while the run goes on. `machines`: of the trainer; one alone renews nothing."""
+        None: none can join while the run goes on. `machines`: names of the trainer's that register."""
         self._run, self._pool, self._connect = run, pool, connect
-        names = [machine_name(index) for index in range(machines)]
-        self._gang = {name: _Holder(Address(name)) for name in names}
+        self._gang = {name: _Holder(Address(name)) for name in machines}
         self._holders = {name: _Holder(address) for name, address in expected.items()} | self._gang
         self._configured = frozenset(expected)
         self._lost: set[tuple[str, str | None]] = set()
@@ -153,6 +152,7 @@ class Registry:
             raise RemoteError(
                 f"no server {name!r} is expected to register: expected are {expected}, and replicas "
                 "student-N: start it from the controller's configuration, with a name and a number of it"
+                + (f"; this run starts its {TRAINER} itself" if name == machine_name(0) else "")
             )
         if holder is not None and holder.boot not in (None, boot):
             self._await(name, holder, boot)
@@ -200,8 +200,8 @@ class Registry:
         return self.listing()
 
     def _met(self) -> bool:
-        """Whether all of the trainer's machines are there, or their ranks ended well."""
-        return all(machine.boot is not None for machine in self._gang.values())
+        """Whether all of the trainer's several machines are there, or their ranks ended well."""
+        return len(self._gang) > 1 and all(machine.boot is not None for machine in self._gang.values())
 
     def _lose(self, name: str) -> None:
         """The process that has `name` loses it; with it, once they had met, all of the trainer's machines."""
@@ -215,7 +215,8 @@ class Registry:
 
     def trainer_died(self) -> None:
         """The process of machine 0, which the launcher starts, is gone: nobody waits for its lease."""
-        self._lose(machine_name(0))
+        if (name := machine_name(0)) in self._gang:
+            self._lose(name)
 
     async def _forget(self, name: str, holder: _Holder) -> None:
         """What it registered; a replica that is not in the configuration leaves the run."""
@@ -240,7 +241,7 @@ class Registry:
         others = [
             ServerStatus(name, holder.address.url)
             for name, holder in self._holders.items()
-            if name not in self._pool.replicas and (name not in self._gang or len(self._gang) > 1)
+            if name not in self._pool.replicas
         ]
         return Servers(servers=replicas + others)
 
@@ -267,8 +268,15 @@ class Registry:
 
 
 def machine_name(index: int) -> str:
-    """Under which a machine of the trainer's registers, where it has several."""
+    """Under which a machine of the trainer's registers."""
     return f"{TRAINER}-{index}"
+
+
+def expected_machines(config: RunConfig) -> list[str]:
+    """The names of the trainer's machines; none: its ranks are the launcher's own children."""
+    starts = config.controller.trainer == "launch" and config.cluster.type in ("local", "external")
+    nodes = config.trainer.nodes
+    return [] if starts and nodes == 1 else [machine_name(index) for index in range(nodes)]
 
 
 def expected_servers(config: RunConfig) -> dict[str, Address]:

@@ -80,13 +80,13 @@ def command(
 ) -> tuple[list[str], dict[str, str]]:
     """(arguments, whole environment) that start every rank with the configuration at `path`.
 
-    With trainer.nodes: every rank of machine `node`; all meet at `meeting`, a URL. Raises ConfigError for a
-    hostfile that would not work.
+    With several trainer.nodes: every rank of machine `node`; all meet at `meeting`, a URL. Raises ConfigError
+    for a hostfile that would not work.
     """
     settings = config.trainer
-    assert (meeting is None) == (settings.nodes == 1), "machines have met before ranks are started"
     argv, interface = [sys.executable, "-m", "student_trainer.launch"], dict[str, str]()
-    if meeting is not None:
+    if settings.nodes > 1:
+        assert meeting is not None, "machines have met before ranks are started"
         there, each = urlsplit(meeting), list[Sequence[object]]([range(settings.ranks)] * settings.nodes)
         each[node] = visible_devices(settings) or each[node]
         argv += [MEETING, str(there.hostname), "--master_port", str(there.port), *world(each, node)]

@@ -272,7 +272,7 @@ def trainer_process(
     config: RunConfig, controller_url: str, node: int = 0, meeting: str | None = None
 ) -> ChildSpec:
     """The deepspeed launcher of the ranks on machine `node`; exit status 0 is its orderly end. `meeting`: URL
-    where those of several machines meet."""
+    of machine 0, where those of several machines meet."""
     by_broadcast = config.weights.transport == "broadcast"
     settings = TrainerConfig(
         run=config.run.name,

@@ -1,7 +1,7 @@
 """A role on its own: `distill student`, `teacher`, `environment`, `evaluator` and `train`.
 
 Each function prepares one process, behind `use_folder`. A server that is told where the controller is, and
-one of several machines of the trainer, register there and renew that (`run_registered`, `run_machine`):
+each machine of the trainer, register there and renew that (`run_registered`, `run_machine`):
 
     server      start ─▶ /health answers ─▶ register ─▶ renew ─▶ … ─▶ it ends: leave, with its exit status
                   └── refused                     └── replaced (410): end it, exit EXIT_REFUSED
@@ -11,8 +11,7 @@ one of several machines of the trainer, register there and renew that (`run_regi
 The controller is asked where it is again and again: one that was started elsewhere has written its new URL
 into the run's folder. While it cannot be reached the process goes on. A refusal, though, ends a process that
 was never admitted, before it loads anything. A server that is told nothing, for a controller whose file has
-its URL, and the only machine of a trainer, once it is admitted, are what the process becomes
-(`replace_process`).
+its URL, is what the process becomes (`replace_process`).
 """
 
 from __future__ import annotations
@@ -160,17 +159,13 @@ def prepare_train(config: RunConfig, node: int = 0) -> RunConfig:
 
 
 def train(config: RunConfig, controller: Controller, node: int = 0) -> NoReturn:
-    """Become the deepspeed launcher of this machine's ranks; of several, run it once all are there."""
+    """Run this machine's ranks, once all of the trainer's are there; leaves with their exit status."""
     config = prepare_train(config, node)
     here = own_address(controller())
     with bind_alone(here, 0) as probe:
         place = url_of(here, probe.getsockname()[1])
     lease = Lease(config.run.name, machine_name(node), place, controller)
     gang = Gang(config.trainer.nodes, config.trainer.init_timeout_seconds)
-    if config.trainer.nodes == 1:
-        if answer := asyncio.run(lease.ask_once()):
-            gang.told(answer)
-        replace_process(trainer_process(config, controller()))
 
     def launcher(meeting: str) -> ChildSpec:
         return trainer_process(config, controller(), node, meeting)
@@ -212,14 +207,6 @@ class Lease:
             if problem := await wrong(peer.url, Role.CONTROLLER):
                 raise WrongServer(problem) from None
             raise
-
-    async def ask_once(self) -> ServerLease | None:
-        """The answer to a process that registers nothing; None: no controller is there yet. Raises what that
-        refuses it for."""
-        with contextlib.suppress(*WAITED_FOR):
-            async with Peer(self._controller(), self._token, CALL_SECONDS) as peer:
-                return await self.ask(peer, None)
-        return None
 
     async def keep(
         self,
@@ -320,8 +307,8 @@ async def run_registered(child: ChildSpec, lease: Lease, grace: float) -> int:
 
 
 async def run_machine(launcher: Callable[[str], ChildSpec], lease: Lease, gang: Gang, grace: float) -> int:
-    """Meet the trainer's other machines, and run this one's ranks for as long as all are there; the status of
-    their launcher, 1 where it was not started.
+    """Meet the trainer's other machines, if any, and run this one's ranks for as long as all are there; the
+    status of their launcher; where it was not started EXIT_REFUSED of a refusal, else 1.
 
     `launcher`: of ranks that meet at a URL. SIGTERM and SIGINT are for them, and they have `grace` seconds.
     """
@@ -338,12 +325,14 @@ async def run_machine(launcher: Callable[[str], ChildSpec], lease: Lease, gang: 
             await asyncio.wait([exit_, renewing], timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         os.write(write_end, b"k")  # ranks could wait for those of a machine that is gone
         status = await exit_
-    elif not (ended.done() or renewing.done()):
+    elif renewing.done():
+        status = EXIT_REFUSED
+    elif not ended.done():
         log.error("the trainer's machines have not met for trainer.init_timeout_seconds = %g s", gang.seconds)
     if renewing.done():
         log.error("%s", renewing.exception())
     await cancel(tasks)
-    if status == 0 or not gang.met.is_set():
+    if status == 0 or gang.nodes == 1 or not gang.met.is_set():  # else the others must miss it
         await lease.leave()
     return status
 

@@ -28,7 +28,6 @@ from distill import registry
 from distill.config import ControllerConfig
 from distill.config.loading import load
 from distill.controller import Controller
-from distill.launch import single_role
 from distill.launch.run_folder import RunFolder
 from distill.launch.single_role import Gang, Lease, joining
 from distill.registry import EXIT_REFUSED
@@ -489,20 +488,62 @@ async def test_a_controller_that_is_not_there_yet_is_waited_for(controller, serv
 
 
 @pytest.mark.parametrize(
-    ("run_name", "error", "words"),
+    ("nodes", "words"),
     [
-        ("test", ConfigError, r"trainer\.nodes is 1 here and 2 at the controller"),
-        ("other", WrongServer, "a process of run 'other' registers"),
+        ({"nodes": 2}, "trainer.nodes is 1 here and 2 at the controller"),
+        ({}, "this run starts its trainer itself"),
     ],
 )
 async def test_the_only_machine_of_a_trainer_is_refused_before_it_loads_anything(
-    controller, serve, monkeypatch, run_name: str, error: type[Exception], words: str
+    controller, announced, serve, tmp_path, capfd: pytest.CaptureFixture[str], nodes: Any, words: str
 ) -> None:
-    run = controller(make_config(trainer={"nodes": 2}))
+    serve(controller(make_config(trainer=nodes)))
+    refused = start_machine(announced, 0, tmp_path, nodes=1)
+    assert await asyncio.to_thread(refused.wait, 60) == EXIT_REFUSED
+    assert words in capfd.readouterr().err
+    assert not (tmp_path / "0").exists(), "it would load the model"
+
+
+async def test_a_second_trainer_of_one_machine_waits_for_the_lease_of_the_first_and_leaves_if_that_lives(
+    controller, announced, serve, monkeypatch, tmp_path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "LEASE_SECONDS", 1.5)
+    run = controller(make_config(controller={"trainer": "external"}))
     serve(run)
-    monkeypatch.setattr(single_role, "replace_process", lambda child: pytest.fail("it would load the model"))
-    with pytest.raises(error, match=words):
-        await asyncio.to_thread(single_role.train, make_config(run={"name": run_name}), lambda: run.url)
+    ranks = tmp_path / "0"
+
+    def starts() -> subprocess.Popen[bytes]:
+        ranks.unlink(missing_ok=True)
+        return start_machine(announced, 0, tmp_path, nodes=1)
+
+    first = starts()
+    await until(ranks.exists)
+    second = starts()
+    assert await asyncio.to_thread(second.wait, 60) == EXIT_REFUSED
+    assert "the process there renews it: give this one another --node, or end that one" in (
+        capfd.readouterr().err
+    )
+    assert not ranks.exists(), "it would have opened a lineage in place of the first one's"
+    assert first.poll() is None
+    first.kill()
+    third = starts()
+    await until(ranks.exists)
+    third.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(third.wait, 60) == 0
+    assert run.registry.listing().servers[-1].url is None, "it has left"
+
+
+async def test_the_only_machine_of_a_trainer_may_be_silent_for_longer_than_its_lease(
+    controller, clock
+) -> None:
+    run = controller(make_config(controller={"trainer": "external"}))
+    assert (await run.registry.register(machine(0, "a"))).gang == ["http://10.0.0.0:1000"]
+    await passes(run, clock, 2 * registry.LEASE_SECONDS)  # such as a network that is cut
+    assert (await run.registry.register(machine(0, "a"))).gang == ["http://10.0.0.0:1000"]
+    with pytest.raises(Overloaded, match=r"trainer-0 is at http://10\.0\.0\.0:1000"):
+        await run.registry.register(machine(0, "b"))
+    await run.registry.leave(ServerLeaves(name="trainer-0", boot="a"))
+    assert (await run.registry.register(machine(0, "b"))).gang == ["http://10.0.0.0:1000"]
 
 
 async def test_a_controller_that_starts_elsewhere_is_told_again(
@@ -541,16 +582,19 @@ from small_config import make_config
 from distill.launch import single_role
 from distill.launch.supervise import ChildSpec
 from sync.base.address import controller_url
-node, folder, script = sys.argv[1:]
+node, nodes, folder, script = sys.argv[1:]
 ranks = [sys.executable, "-c", script, f"{folder}/{node}"]
-single_role.trainer_process = lambda config, url, node, meeting: ChildSpec("trainer", [*ranks, meeting])
-single_role.train(make_config(trainer={"nodes": 2}), partial(controller_url, Path(folder)), int(node))
+single_role.trainer_process = lambda config, url, node=0, meeting="": ChildSpec("trainer", [*ranks, meeting])
+settings = make_config(trainer={"nodes": int(nodes)})
+single_role.train(settings, partial(controller_url, Path(folder)), int(node))
 """
 
 
-def start_machine(started: list[subprocess.Popen[bytes]], node: int, folder: Path) -> subprocess.Popen[bytes]:
+def start_machine(
+    started: list[subprocess.Popen[bytes]], node: int, folder: Path, nodes: int = 2
+) -> subprocess.Popen[bytes]:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
-    command = [sys.executable, "-c", MACHINE, str(node), str(folder), RANKS]
+    command = [sys.executable, "-c", MACHINE, str(node), str(nodes), str(folder), RANKS]
     started.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}))
     return started[-1]
 
@@ -571,9 +615,9 @@ async def test_a_machine_that_is_stopped_before_all_are_there_is_forgotten_at_on
 async def test_a_machine_that_the_controller_does_not_expect_ends_with_one_message(
     controller, announced, serve, tmp_path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    serve(controller())
+    serve(controller(make_config(controller={"trainer": "external"})))
     unexpected = start_machine(announced, 1, tmp_path)
-    assert await asyncio.to_thread(unexpected.wait, 60) == 1
+    assert await asyncio.to_thread(unexpected.wait, 60) == EXIT_REFUSED
     (line,) = capfd.readouterr().err.splitlines()
     assert "no server 'trainer-1' is expected to register: expected are trainer-0, and replicas" in line
 
