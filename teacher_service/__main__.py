@@ -68,7 +68,7 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
     if config.follow_student_every is not None:
         claim = Claim(RunIdentity(ReplicaConfig.from_environment().run))
     engine = build(config, vocab_size(tokenizer, config.known_ids), claim)
-    own_pass = config.engine == "transformers" and config.device != "cpu"
+    own_pass = config.kind.computes == "layers" and config.device != "cpu"
     gpus = device_memory() if own_pass else []  # vLLM sees to its own
     bounds = limits(config, engine.engine_info, memory()[0], gpus)
     engine.engine_info = replace(engine.engine_info, max_length=bounds.max_length)

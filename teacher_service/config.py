@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
@@ -13,12 +13,30 @@ from sync.base.settings import EngineArgs, Fixed, Live, ModelSource, Placement, 
 
 CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt", "generate", "temperature")
 """What `EngineInfo.can` may hold."""
-ENGINES: Final[dict[str, tuple[str, ...]]] = {
-    "transformers": CAPABILITIES,
-    "vllm": CAPABILITIES,  # generate: by the server at `generate_url`
+
+
+class EngineKind(NamedTuple):
+    """What is known of an engine before it is loaded; no field has a default, so that none is forgotten."""
+
+    can: tuple[str, ...]
+    """The most of `EngineInfo.can`."""
+    computes: Literal["layers", "vllm", "own"]
+    """layers: one layer after the other, spread over its GPUs, in passes of `batch_tokens`. vllm: vLLM's
+    engine, all GPUs at once, in the share of their memory that it reserves. own: the user's; GPUs and memory
+    are computed as of layers."""
+    generates: bool
+    """Whether it completes prompts itself; false: a server at `generate_url` does."""
+    reloads: bool
+    """Whether it can be unloaded, and loaded with other weights."""
+
+
+ENGINES: Final = {
+    "transformers": EngineKind(CAPABILITIES, "layers", generates=True, reloads=True),
+    "vllm": EngineKind(CAPABILITIES, "vllm", generates=False, reloads=False),
 }
-"""Engine, which `load` of teacher_service.engines.NAME makes → the most that it can, known before. What an
-engine of the user's own can is known when it is loaded."""
+"""Engines by name; `load` of teacher_service.engines.NAME makes one."""
+OWN_ENGINE: Final = EngineKind(CAPABILITIES, "own", generates=True, reloads=False)
+"""An engine of the user's own; what it can is known when it is loaded."""
 
 
 def _known_engine(name: str) -> str:
@@ -31,7 +49,8 @@ def _known_engine(name: str) -> str:
 
 
 def _of_engine(arguments: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    return check_vllm(arguments) if info.data.get("engine") == "vllm" else arguments
+    kind = ENGINES.get(info.data.get("engine", ""), OWN_ENGINE)
+    return check_vllm(arguments) if kind.computes == "vllm" else arguments
 
 
 class TeacherConfig(ModelSource, Placement):
@@ -94,3 +113,13 @@ class TeacherConfig(ModelSource, Placement):
     vocabularies differ."""
     prompt_transform: Fixed[str | None] = None
     """A "module:function" from a Prompt to the token ids the teacher sees instead; None: the same ids."""
+
+    @property
+    def kind(self) -> EngineKind:
+        """What is known of its engine."""
+        return ENGINES.get(self.engine, OWN_ENGINE)
+
+    @property
+    def runs_vllm(self) -> bool:
+        """Whether it has vLLM in its process."""
+        return self.kind.computes == "vllm" and self.engine_url is None

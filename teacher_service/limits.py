@@ -3,8 +3,8 @@
 share        a quarter of this machine's: other processes run here too
 queue        share / (twice the scores of a token): as the engine gives them, and encoded
 one answer   share / 2            one request     share / 4           all requests   share / 2
-length       the model's own limit, as far as one sequence's scores fit into the share, and for engine
-             "transformers" its forward pass into what is left where the model is
+length       the model's own limit, as far as one sequence's scores fit into the share, and where the engine
+             computes layer by layer its forward pass into what is left where the model is
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def limits(config: TeacherConfig, info: EngineInfo, host: int, devices: Sequence
     """
     share, fit = host // SHARE, 2 * token_bytes(info)
     fits = {"scores": share // fit}
-    if info.engine == "transformers":
+    if config.kind.computes == "layers":
         item = 4 if info.dtype == "float32" else 2
         free = min(devices) if devices else share
         fits["forward pass"] = free // (PASS_WIDTHS * info.hidden_size * item)

@@ -146,7 +146,7 @@ def check_arguments(config: RunConfig) -> None:
     engines = {
         f"teachers.{name}.engine_args": [*teacher.engine_args]
         for name, teacher in config.teachers.items()
-        if machine.runs_vllm(teacher) and teacher.engine_args and f"teachers.{name}" in here
+        if teacher.runs_vllm and teacher.engine_args and f"teachers.{name}" in here
     }
     if not flags and not engines:
         return

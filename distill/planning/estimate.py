@@ -36,7 +36,7 @@ from distill.metrics.summary import threads
 from distill.model_facts import Shape, item_bytes, shape_of
 from distill.planning.hardware import CPU, Device
 from distill.preflight_checks.devices import VLLM_SHARE, WORKSPACE, Use
-from distill.preflight_checks.machine import DAY, GIB, bytes_per_token, full_bytes, published_item, runs_vllm
+from distill.preflight_checks.machine import DAY, GIB, bytes_per_token, full_bytes, published_item
 from distill.prompts.rows import RowReader, jsonl_rows, row_encoder
 from distill.prompts.sources import student_limit, text_config
 from distill.topology import EACH_NODE, HERE, TRAINER, Process, parallel, processes
@@ -172,7 +172,7 @@ def find_roles(config: RunConfig, device: Device, uses: Sequence[Use]) -> dict[s
                 f"{section}.devices is not set, and no GPU of this machine is seen that {name} would "
                 f"inherit: name the GPUs in {section}.devices, or plan for cores with --device {CPU}"
             )
-        serial = isinstance(place, TeacherConfig) and not runs_vllm(place)  # layer by layer, on a GPU each
+        serial = isinstance(place, TeacherConfig) and place.kind.computes != "vllm"  # a GPU after the other
         count = sum(len(use.gpus) for use in used) * machines_each
         load = {(use.host, gpu): 1 / len(use.gpus) if serial else 1.0 for use in used for gpu in use.gpus}
         roles[name] = Role(name, len(used), len(used) if serial else count, load)

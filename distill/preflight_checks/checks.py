@@ -21,7 +21,7 @@ from distill.evaluation.sets import PromptSet, check_rewards, open_sets
 from distill.model_facts import FAMILIES, NOT_UPDATED, has_experts, misfit, quantization, routing
 from distill.preflight_checks import objective, tokens
 from distill.preflight_checks.devices import check_devices
-from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
+from distill.preflight_checks.machine import bulk_bytes, check_processor
 from distill.preflight_checks.probes import environment_sources
 from distill.prompts.sources import PromptSplit, TableSource, data_sources, open_prompts, text_config
 from distill.prompts.stream import Mixture
@@ -131,7 +131,7 @@ def check_parts(config: RunConfig, sections: Iterable[str]) -> None:
         if isinstance(place, TeacherConfig):
             if is_own(place.engine):
                 check_module(place.engine, f"{section}.engine")
-            loads[section] = place, runs_vllm(place)
+            loads[section] = place, place.runs_vllm
         else:
             generates = section in ("student", "evaluation.replica")
             loads["student"] = config.student, generates or loads.get("student", (None, False))[1]
@@ -139,8 +139,8 @@ def check_parts(config: RunConfig, sections: Iterable[str]) -> None:
         path = Path(source.path)
         hub_id = source.path.count("/") == 1 and not source.path.startswith((".", "~", "/"))
         if path.is_dir():
-            by_transformers = getattr(source, "engine", "transformers") == "transformers"
-            check_folder(source, f"{section}.path", by_transformers)
+            by_layers = not isinstance(source, TeacherConfig) or source.kind.computes == "layers"
+            check_folder(source, f"{section}.path", by_layers)
         elif "/" in source.path and not hub_id:
             raise ConfigError(
                 f"{section}.path {path} does not exist: name a model folder, or a Hub id such as "

@@ -210,7 +210,7 @@ def uses(
             continue
         teacher, idle = process.place, False
         if isinstance(teacher, TeacherConfig):
-            idle = teacher.engine != "vllm" and teacher.idle_unload_seconds is not None
+            idle = teacher.kind.reloads and teacher.idle_unload_seconds is not None
             if process.host != HERE and not _readable(teacher):
                 if process.index == 0:
                     subject = process.subject
@@ -238,10 +238,12 @@ def _memory(
         return terms, 0.0, names[:1]
     if not isinstance(teacher, TeacherConfig) or teacher.engine_url is not None:
         return None
-    if teacher.engine == "vllm":
-        length = teacher.max_length or positions(teacher, f"{process.section}.max_length")
-        return engine_memory(teacher, teacher.dtype, teacher.engine_args, length, names)
-    return _forward(teacher, len(names)), 0.0, names
+    match teacher.kind.computes:  # each way of an engine has its memory: mypy misses one that has none
+        case "vllm":
+            length = teacher.max_length or positions(teacher, f"{process.section}.max_length")
+            return engine_memory(teacher, teacher.dtype, teacher.engine_args, length, names)
+        case "layers" | "own":
+            return _forward(teacher, len(names)), 0.0, names
 
 
 def _readable(source: ModelSource) -> bool:

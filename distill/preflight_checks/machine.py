@@ -27,7 +27,6 @@ from student_trainer.objectives.config import needs, student_topk
 from sync.base.errors import ConfigError
 from sync.base.settings import DirectoryStoreConfig, ModelSource, XetStoreConfig
 from sync.wire import Routing
-from teacher_service.config import TeacherConfig
 
 GIB: Final = 1 << 30
 NEEDED: Final = ("avx2", "fma", "f16c")
@@ -60,11 +59,6 @@ def runs_on_cpu() -> bool:
         "vLLM is not installed here: install onpolicy-distill[gpu] or onpolicy-distill[cpu], "
         "or give the URLs of replicas that run elsewhere in student.urls"
     )
-
-
-def runs_vllm(teacher: TeacherConfig) -> bool:
-    """Whether a teacher has vLLM in its process."""
-    return teacher.engine == "vllm" and teacher.engine_url is None
 
 
 def check_processor(role: str) -> None:

@@ -13,10 +13,13 @@ from small_config import make_config
 
 from distill.config import RunConfig
 from distill.model_facts import count_parameters, kv_bytes, weight_bytes
+from distill.planning.estimate import find_roles
+from distill.planning.hardware import device_named
 from distill.preflight_checks import devices
 from distill.preflight_checks.machine import GIB
 from sync.base.errors import ConfigError
 from sync.base.settings import ModelSource
+from teacher_service.config import ENGINES, EngineKind
 
 ROOT = Path(__file__).parents[3]
 LAYERS, WIDTH, INNER, HEADS, KV_HEADS, VOCABULARY = 3, 64, 96, 4, 2, 128
@@ -97,6 +100,21 @@ def test_what_is_in_the_memory_of_each_process(model: str) -> None:
         "activations of 1,000 tokens": 2 * 1000 * (LAYERS * WIDTH + 16 * WIDTH + 4 * INNER),
         "logits": 3 * 4 * 8 * VOCABULARY,
     }
+
+
+def test_a_further_engine_has_the_memory_and_the_pace_of_the_way_in_which_it_computes(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one of which that is not said does not import."""
+    with pytest.raises(TypeError, match="computes"):
+        EngineKind((), generates=True, reloads=False)  # type: ignore[call-arg]
+    monkeypatch.setitem(ENGINES, "third", ENGINES["vllm"])
+    teacher = {"path": model, "engine": "third", "devices": ["1,3"]}
+    config = apart(model, teachers={"t": teacher | {"engine_args": {"tensor_parallel_size": 2}}})
+    assert {*terms(config)["teacher-t"]} == {"weights", "work space", "KV cache of 32,768 tokens"}
+    uses = [*devices.uses(config, ["0", "1", "2", "3"])]
+    role = find_roles(config, device_named("h100"), uses)["teacher t"]
+    assert role.devices == sum(role.load.values()) == 2, "its GPUs compute at once"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,11 @@ from teacher_service.config import CAPABILITIES
 WIDTH = 512
 
 
+def limit(monkeypatch: pytest.MonkeyPatch, engine: str, can: tuple[str, ...]) -> None:
+    """Have an engine give no more than this."""
+    monkeypatch.setitem(objective.ENGINES, engine, objective.ENGINES[engine]._replace(can=can))
+
+
 def model_config(folder: Path) -> str:
     """A folder that holds a model's config.json alone."""
     from transformers import Qwen3Config
@@ -63,7 +68,7 @@ def test_a_teacher_with_another_tokenizer_makes_topk_the_default_through_the_con
     assert not [*objective.unserved(config)]
     (problem,) = objective.unserved(asked.model_copy(update={"objective": TopK(forward=0.5)}))
     assert "objective.forward = 0.5 compares single tokens: set" in problem
-    monkeypatch.setitem(objective.ENGINES, "transformers", ("entropy",))
+    limit(monkeypatch, "transformers", ("entropy",))
     assert objective.resolve(asked).config.objective == Sampled()
 
 
@@ -72,7 +77,7 @@ def test_a_teacher_with_another_tokenizer_makes_topk_the_default_through_the_con
 )
 def test_a_teacher_without_hidden_states_makes_topk_the_default(tmp_path, monkeypatch, teacher: Any) -> None:
     path = model_config(tmp_path)
-    monkeypatch.setitem(objective.ENGINES, "vllm", ("topk", "generate"))
+    limit(monkeypatch, "vllm", ("topk", "generate"))
     config, lines = objective.resolve(unnamed(tmp_path, teachers={"t": {"path": path, **teacher}}))
     assert config.objective == TopK(forward=1.0)
     assert "of teacher 't' gives no hidden states" in lines[0]
@@ -140,7 +145,7 @@ def test_the_remedy_is_the_nearest_that_the_engine_serves(objective_: Any, gives
 
 
 def test_what_an_engine_cannot_serve_is_refused_before_it_is_loaded(monkeypatch: Any) -> None:
-    monkeypatch.setitem(objective.ENGINES, "vllm", ("topk", "generate"))
+    limit(monkeypatch, "vllm", ("topk", "generate"))
     teachers = {"t": {"path": "t", "engine": "vllm"}}
     (line,) = objective.unserved(make_config(objective={"type": "full"}, teachers=teachers))
     problem, _, remedy = line.partition(": set ")
@@ -170,8 +175,8 @@ def test_a_head_counts_in_the_precision_that_it_is_sent_in(tmp_path: Path) -> No
 
 
 def test_the_table_of_engines_names_what_messages_name() -> None:
-    for gives in objective.ENGINES.values():
-        assert {*gives} <= {*CAPABILITIES}
+    for kind in objective.ENGINES.values():
+        assert {*kind.can} <= {*CAPABILITIES}
 
 
 def test_experts_raise_the_tolerance_of_the_first_step(tmp_path: Path) -> None:

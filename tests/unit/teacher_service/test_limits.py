@@ -39,7 +39,7 @@ def test_a_large_machine_takes_what_the_model_takes() -> None:
 
 
 def test_one_longest_sequence_is_always_answered() -> None:
-    found = limits(config(), info(engine="vllm"), 4 * (2 * OWN * (16 + 2 * WIDTH)))
+    found = limits(config(engine="vllm"), info(), 4 * (2 * OWN * (16 + 2 * WIDTH)))
     assert found.max_length == found.queue_tokens == OWN
     assert found.reply_bytes == OWN * (16 + 2 * WIDTH)
 
