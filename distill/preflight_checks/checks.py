@@ -60,24 +60,22 @@ def check(config: RunConfig, placed: Sequence[Process] | None = None) -> Checked
     `placed`: the processes where `placement.placed` puts them; None: all that have no URL are here.
     """
     use_folder(config.run.code_folder)
-    check_parts(config, [process.section for process in processes(config) if process.url is None])
+    placed = processes(config) if placed is None else placed
+    check_parts(config, [process.section for process in placed if process.url is None])
     if isinstance(config.objective, Own):  # which only a process that is started later imports
         check_module(config.objective.name, "objective.type")
         objective.try_own(config.objective)
     if isinstance(config.weights.store, OwnStoreConfig):
         check_module(config.weights.store.name, "weights.store.type")
-    templated = {name: shares_template(config, name) for name in config.teachers}
-    config, tokenizer, differences = tokens.resolve(config, templated)
+    config, tokenizer, meanings = tokens.resolve(config)
     config, lines = objective.resolve(config)
-    config, rendering = tokens.check_rendering(config, tokenizer)
-    lines += [*differences, *rendering]
+    lines += meanings
     deepspeed_config(config.trainer)
-    check_secrets(config)
-    rules(config)
+    check_keys(config)
     environments = (check_environment(config, name) for name in config.environments)
     served = [*_teachers(config), *chain.from_iterable(environments)]
-    refuse([*served, *key_problems(config), *_packages(config), *model_problems(config)])
-    refuse(wrong_among(_peers(config)))
+    refuse([*served, *_packages(config), *model_problems(config)])
+    refuse(wrong_among(_peers(config, placed)))
     rollouts = config.rollout.temperature
     if teacher_temperature(config.objective, rollouts) != rollouts:
         logger.warning(
@@ -207,17 +205,12 @@ def must_differ(config: RunConfig, teacher: str) -> bool:
     return not (settings.follow_student_every or shown_otherwise or learns_otherwise)
 
 
-def shares_template(config: RunConfig, teacher: str) -> bool:
-    """Whether prompts go through the student's chat template and that teacher sees them as they are."""
-    return bool(tokens.template_variables(config)) and config.teachers[teacher].prompt_transform is None
-
-
 # --- the sections against each other
 
 
-def _peers(config: RunConfig) -> Iterator[tuple[str, str, Role]]:
+def _peers(config: RunConfig, placed: Iterable[Process]) -> Iterator[tuple[str, str, Role]]:
     """Key, URL and role of every server that runs already."""
-    for process in processes(config):
+    for process in placed:
         if process.url is not None and process.role is not None:
             yield f"{process.section}.urls", process.url, process.role
     for name, teacher in config.teachers.items():

@@ -25,8 +25,9 @@ from distill.environments.client import EnvironmentClient
 from distill.evaluation.schedule import HttpEvaluator
 from distill.interfaces import Transform
 from distill.preflight_checks import objective, probes
-from distill.preflight_checks.checks import must_differ, shares_template
+from distill.preflight_checks.checks import must_differ
 from distill.preflight_checks.probes import Finding
+from distill.preflight_checks.tokens import shares_template
 from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts, student_limit
 from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import ReplicaEngine

@@ -1,8 +1,8 @@
 """What ids and text mean in a run: tokenizers that its models share, its chat template, its first prompts.
 
-`resolve`, then `check_rendering`, change the configuration before any row is read: `known_ids` of every
-model, the end ids of teachers and template in `rollout.stop_token_ids`, the chat template of a student that
-has none, the clock of one. `first_prompts` shows what came of the first rows.
+`resolve` changes the configuration before any row is read: `known_ids` of every model, the end ids of
+teachers and template in `rollout.stop_token_ids`, the chat template of a student that has none, the clock of
+one. `first_prompts` shows what came of the first rows.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ SHOWN: Final = 400
 _OF: Final = "tokenizers of the student and teacher {}: "
 
 
-def resolve(config: RunConfig, templated: dict[str, bool]) -> tuple[RunConfig, Any, list[str]]:
-    """Compare the student's tokenizer with those of the teachers that can be read here.
+def resolve(config: RunConfig) -> tuple[RunConfig, Any, list[str]]:
+    """Compare the student's tokenizer with those of the teachers that can be read here, and render two turns.
 
     Returns a configuration whose models mean the same by an id, the student's tokenizer with the chat
-    template that prompts are rendered by, and what differs and is done about it. `templated`: teachers to
-    whom prompts go as that template renders them. Raises DataError for ids that mean different text,
-    ConfigError for a tokenizer with more ids than its model has rows.
+    template that prompts are rendered by, and what differs and is done about it. Raises what
+    `check_rendering` does, DataError for ids that mean different text too, and ConfigError for a tokenizer
+    with more ids than its model has rows.
     """
+    templated = {name: shares_template(config, name) for name in config.teachers}
     tokenizer = tokenizers.load_tokenizer(config.student)
     check_rows(config.student, tokenizer, "student")
     size = known = tokenizers.vocab_size(tokenizer, config.student.known_ids)
@@ -87,7 +88,8 @@ def resolve(config: RunConfig, templated: dict[str, bool]) -> tuple[RunConfig, A
     if known < largest:
         same = {"known_ids": known}
         config = config.with_(student=same, teachers=dict.fromkeys(sharing, same))
-    return config, tokenizer, [*lines, *more]
+    config, rendering = check_rendering(config, tokenizer)
+    return config, tokenizer, [*lines, *more, *rendering]
 
 
 def _agreement(
@@ -279,6 +281,11 @@ def _shown(prompts: Sequence[Prompt], where: str, tokenizer: Any) -> Iterator[st
     answers = [prompt.answer for prompt in prompts if prompt.answer is not None]
     if answers:
         yield f"prompts: first answers{where}: {', '.join(f'{answer!r:.60}' for answer in answers)}"
+
+
+def shares_template(config: RunConfig, teacher: str) -> bool:
+    """Whether prompts go through the student's chat template and that teacher sees them as they are."""
+    return bool(template_variables(config)) and config.teachers[teacher].prompt_transform is None
 
 
 def template_variables(config: RunConfig) -> list[Mapping[str, Any]]:

@@ -56,7 +56,7 @@ def test_a_base_student_ends_where_its_instruct_teacher_does_and_takes_its_templ
 ) -> None:
     make("student", BASE)
     make("teacher", INSTRUCT)
-    config, tokenizer, (names, template, ends) = resolve(configured(tmp_path, t="teacher"), {"t": True})
+    config, tokenizer, (names, template, ends) = resolve(configured(tmp_path, t="teacher"))
     assert config.rollout.stop_token_ids == [2]
     assert config.student.known_ids is None
     assert config.student.chat_template == str(tmp_path / "teacher")
@@ -70,14 +70,14 @@ def test_models_with_equal_tokenizers_leave_the_configuration_as_it_is(make: Mak
     for name in ("student", "teacher"):
         make(name, INSTRUCT)
     config = configured(tmp_path, t="teacher")
-    assert resolve(config, {"t": True})[::2] == (config, [])
+    assert resolve(config)[::2] == (config, [])
 
 
 @pytest.mark.parametrize("longer", ["student", "teacher"])
 def test_an_id_of_one_side_alone_is_left_out_of_every_model(longer: str, make: Make, tmp_path: Path) -> None:
     for name in ("student", "teacher"):
         make(name, INSTRUCT, more=("<|extra|>",) if name == longer else ())
-    config, _, (line,) = resolve(configured(tmp_path, t="teacher"), {"t": True})
+    config, _, (line,) = resolve(configured(tmp_path, t="teacher"))
     assert [config.student.known_ids, config.teachers["t"].known_ids] == [8, 8]
     assert f"1 ids from 8 on are the {longer}'s alone, such as '<|extra|>' (8)" in line
     assert config.subscriber("student-0").known_ids == 8
@@ -86,7 +86,7 @@ def test_an_id_of_one_side_alone_is_left_out_of_every_model(longer: str, make: M
 def test_a_teachers_end_that_the_student_does_not_have_is_said(make: Make, tmp_path: Path) -> None:
     make("student", INSTRUCT)
     make("teacher", INSTRUCT | {"eos_token": "<|stop|>"}, more=("<|stop|>",))
-    config, _, lines = resolve(configured(tmp_path, t="teacher"), {"t": True})
+    config, _, lines = resolve(configured(tmp_path, t="teacher"))
     assert config.rollout.stop_token_ids == []
     assert "ends at '<|stop|>' (8), which the student does not have: it is left out" in lines[-1]
 
@@ -95,7 +95,7 @@ def test_the_ends_of_all_teachers_are_learnt(make: Make, tmp_path: Path) -> None
     make("student", BASE)
     make("one", INSTRUCT)
     make("other", INSTRUCT, eos_token_id=[2, 7])
-    config, _, _ = resolve(configured(tmp_path, a="one", b="other"), {"a": False, "b": False})
+    config, _, _ = resolve(configured(tmp_path, a="one", b="other"))
     assert config.rollout.stop_token_ids == [2, 7]
 
 
@@ -108,10 +108,10 @@ def test_templates_are_compared_with_the_variables_of_the_prompts(
     rows = JsonlPrompts(path=tmp_path / "rows.jsonl", type="jsonl", chat_template_kwargs=variables)
     config = configured(tmp_path, teacher="teacher").with_(prompts=rows)
     if not variables:
-        assert any("render conversations alike" in line for line in resolve(config, {"teacher": True})[2])
+        assert any("render conversations alike" in line for line in resolve(config)[2])
         return
     with pytest.raises(DataError, match="different chat templates"):
-        resolve(config, {"teacher": True})
+        resolve(config)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +127,12 @@ def test_an_id_of_the_student_alone_that_it_needs_or_that_has_no_row_is_refused(
     make("student", INSTRUCT | special, rows=rows, more=("<|extra|>",))
     make("teacher", INSTRUCT)
     with pytest.raises(error, match=problem):
-        resolve(configured(tmp_path, t="teacher"), {"t": True})
+        resolve(configured(tmp_path, t="teacher"))
 
 
 def test_ids_beyond_a_teachers_rows_are_left_out(make: Make, tmp_path: Path) -> None:
     make("student", INSTRUCT)
     make("teacher", INSTRUCT, rows=7)
-    config, _, (line,) = resolve(configured(tmp_path, t="teacher"), {"t": True})
+    config, _, (line,) = resolve(configured(tmp_path, t="teacher"))
     assert config.teachers["t"].known_ids == 7
     assert "the teacher's model has 7 rows: ids beyond them are left out of both sides" in line
