@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
+from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -219,9 +221,10 @@ def components(
 
 async def disconnect(clients: live.Engines, *others: ReplicaEngine) -> None:
     """Close them, and `others`."""
-    several = (clients.teachers, clients.replicas, clients.environments)
-    closing = [*(client for named in several for client in named.values()), clients.evaluator, *others]
-    await asyncio.gather(*(client.aclose() for client in closing if client), return_exceptions=True)
+    kinds = [getattr(clients, field.name) for field in fields(clients) if field.name != "transforms"]
+    several = [kind.values() if isinstance(kind, Mapping) else [kind] for kind in kinds]
+    closing = [client for client in (*chain.from_iterable(several), *others) if client is not None]
+    await asyncio.gather(*(client.aclose() for client in closing), return_exceptions=True)
 
 
 @asynccontextmanager

@@ -126,7 +126,7 @@ def table(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> It
     yield f"\nMemory of each GPU ({plan.device}), GiB"
     for use in uses:
         place = f"{use.process}, GPU {','.join(use.gpus)}" + ("" if use.host == "here" else f" of {use.host}")
-        yield _row(place, f"{use.bytes / GIB:.1f}", "".join(use.parts))
+        yield _row(place, f"{use.bytes / GIB:.1f}" if use.terms else "–", "".join(use.parts))
     if not uses:
         yield _row("no process", "–", "every role computes on cores")
     yield "\nPer step"

@@ -64,7 +64,7 @@ class Use:
     gpus: tuple[str, ...]
     """GPUs as CUDA_VISIBLE_DEVICES names them."""
     terms: Mapping[str, float] = field(default_factory=dict)
-    """What is in the memory of each of its GPUs → bytes."""
+    """What is in the memory of each of its GPUs → bytes; empty: not known, as of an environment."""
     share: float = 0.0
     """Share of each GPU's memory that vLLM reserves; 0: it takes what it needs."""
     unloads: bool = False
@@ -108,7 +108,7 @@ def check_devices(config: RunConfig, placed: Iterable[Process] | None = None) ->
         problems.setdefault(alike, [*_conflicts(config, _named(host, gpu), together, size)])
     if lines := [line for found_here in problems.values() for line in found_here]:
         raise ConfigError("\n".join(lines))
-    return [f"computed: {use.line}" for use in gpu_uses]
+    return [f"computed: {use.line}" for use in gpu_uses if use.terms]
 
 
 def _conflicts(config: RunConfig, gpu: str, together: list[Use], size: float | None) -> Iterator[str]:
@@ -130,7 +130,7 @@ def _conflicts(config: RunConfig, gpu: str, together: list[Use], size: float | N
     loaded = unloading[: config.run.max_loaded_teachers]
     taken = sum(_taken(use, size) for use in together if not use.unloads) + sum(loaded)
     if taken > size:
-        parts = "; ".join(f"{use.process} {_gib(_taken(use, size))}" for use in together)
+        parts = "; ".join(f"{use.process} {_gib(_taken(use, size))}" for use in together if use.terms)
         largest = max(together, key=lambda use: use.bytes)
         yield (
             f"{gpu} has {_gib(size)}, and {_gib(taken)} are needed ({parts}; {largest.line}): name more "
@@ -198,8 +198,8 @@ def visible(sizes: Iterable[str]) -> list[str]:
 def uses(
     config: RunConfig, inherited: Sequence[str], placed: Iterable[Process] | None = None
 ) -> Iterator[Use]:
-    """Every process with GPUs whose memory is computed; `inherited`: those of a process on this machine
-    without `devices`. `placed`: as for `check_devices`."""
+    """Every process that computes on GPUs; `inherited`: those of a process on this machine without `devices`.
+    `placed`: as for `check_devices`."""
     for process in processes(config) if placed is None else placed:
         names: Sequence[str] = process.devices or ()
         if process.devices is None and process.host == HERE and process.gpus:
@@ -233,10 +233,13 @@ def _memory(
         return _rank(config), 0.0, names[: config.trainer.ranks]
     if role == Role.STUDENT:
         return engine_memory(student, student.dtype, student.engine_args, student_limit(config), names)
-    if role == Role.EVALUATOR and config.evaluation and config.evaluation.device != "cpu":
+    if role == Role.EVALUATOR:
         terms = {"student in float32": 4.0 * count_parameters(student), "work space": float(WORKSPACE)}
-        return terms, 0.0, names[:1]
-    if not isinstance(teacher, TeacherConfig) or teacher.engine_url is not None:
+        on_cpu = config.evaluation is None or config.evaluation.device == "cpu"
+        return None if on_cpu else (terms, 0.0, names[:1])
+    if not isinstance(teacher, TeacherConfig):
+        return {}, 0.0, names
+    if teacher.engine_url is not None:
         return None
     match teacher.kind.computes:  # each way of an engine has its memory: mypy misses one that has none
         case "vllm":

@@ -102,6 +102,16 @@ def test_what_is_in_the_memory_of_each_process(model: str) -> None:
     }
 
 
+def test_an_environment_on_a_gpu_of_another_process_is_refused(machine: None, model: str) -> None:
+    """What it has in memory is not known; that it computes there is."""
+    game = {"environment": "m:f", "devices": ["0"]}
+    config = apart(model, environments={"game": game})
+    with pytest.raises(ConfigError, match=r"^GPU 0 is used by student-0 \(student\.devices\) and environment-"):
+        devices.check_devices(config)
+    shared = config.with_(run={"share_gpus": True})
+    assert not [line for line in devices.check_devices(shared) if "environment" in line]
+
+
 def test_a_further_engine_has_the_memory_and_the_pace_of_the_way_in_which_it_computes(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
