@@ -94,7 +94,9 @@ class Registry:
     async def register(self, registration: ServerRegisters) -> ServerLease:
         """Note where a server is. Raises RemoteError for what cannot join: Overloaded while another process
         has the name and may be dead, Replaced once that lives, or this one has lost the name."""
-        name, boot = registration.name or self._free_name(), registration.boot
+        taken = self._holders.keys() | self._pool.replicas.keys() | self._configured
+        free = (f"student-{index}" for index in itertools.count() if f"student-{index}" not in taken)
+        name, boot = registration.name or next(free), registration.boot
         self._check(registration, name)
         if registration.url is None:
             return self._lease(name, 0.0)
@@ -175,10 +177,6 @@ class Registry:
             f"{LEASE_SECONDS:g} s ends, and has to leave if it lives",
             LEASE_SECONDS / 3,
         )
-
-    def _free_name(self) -> str:
-        taken = self._holders.keys() | self._pool.replicas.keys() | self._configured
-        return next(name for index in itertools.count() if (name := f"student-{index}") not in taken)
 
     async def leave(self, leaving: ServerLeaves) -> Servers:
         """Forget a process; the others. Raises RemoteError when there is none.

@@ -87,7 +87,16 @@ def export(
     from distill.published import export_version, hub_has, push
 
     if push_to_hub is not None and hub_has(push_to_hub):
-        _confirm(push_to_hub)
+        typer.echo(f"{push_to_hub} exists: the upload adds a commit to it.", err=True)
+        try:
+            answer = typer.prompt("its name, to go on", default="", show_default=False, err=True)
+        except typer.Abort:
+            answer = ""
+        if answer != push_to_hub:
+            raise ConfigError(
+                f"--push-to-hub {push_to_hub} names a model that exists, and {answer!r} was given as its "
+                "name: repeat the name at the prompt or on standard input, or choose a new one"
+            )
     with working(f"reading {version or 'the newest version'} of {run_dir}"):
         exported = export_version(run_dir, version, target, adapter, push_to_hub)
     typer.echo(f"{exported} is in {target}")
@@ -95,17 +104,3 @@ def export(
         with working(f"uploading to {push_to_hub}"):
             url = push(target, push_to_hub, exported, private)
         typer.echo(f"uploaded: {url}")
-
-
-def _confirm(repo: str) -> None:
-    """Ask for the name of a model that exists; raises ConfigError when the answer is another, or none."""
-    typer.echo(f"{repo} exists: the upload adds a commit to it.", err=True)
-    try:
-        answer = typer.prompt("its name, to go on", default="", show_default=False, err=True)
-    except typer.Abort:
-        answer = ""
-    if answer != repo:
-        raise ConfigError(
-            f"--push-to-hub {repo} names a model that exists, and {answer!r} was given as its name: repeat "
-            "the name at the prompt or on standard input, or choose a new one"
-        )

@@ -29,21 +29,15 @@ def lines(run_dir: Path) -> list[str]:
         peer = BlockingPeer(controller_url(run_dir), token_of_run(run_dir), SECONDS)
         return peer.call("/v1/why", None, Why, SECONDS).lines
     except (Unreachable, WireError, ConfigError) as error:
-        holder = _holder(run_dir / "lock")
-        if holder is None:
-            end = "its process is gone and wrote no summary, as after a kill: go on with --resume"
-            return [f"nothing: the run has ended: {end}"]
+        with (run_dir / "lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:  # its process is there, on this machine or another
+                holder = lock.read().strip() or "unknown"
+            else:
+                end = "its process is gone and wrote no summary, as after a kill: go on with --resume"
+                return [f"nothing: the run has ended: {end}"]
         raise RemoteError(
             f"process {holder} has the run in {run_dir} and its controller does not answer: look whether it "
             f"is stopped or starting, and at logs/ there; {error}"
         ) from None
-
-
-def _holder(path: Path) -> str | None:
-    """The process that has a run's folder, on this machine or another; None: none has."""
-    with path.open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return lock.read().strip() or "unknown"
-    return None

@@ -252,10 +252,15 @@ def paths(
 
 
 def _absolute(config: RunConfig) -> RunConfig:
-    """With every path written out and absolute, those too that may be an id of the Hub and are here."""
+    """With every path absolute, `~` and variables of the environment filled in; those too that may be an id
+    of the Hub and are here. Raises ConfigError where that fails."""
     changes: dict[str, Any] = {}
     for (*keys, name), _, path in paths(config):
-        table, text = changes, _written_out(name, str(path))
+        table, text = changes, os.path.expanduser(os.path.expandvars(path))
+        if text.startswith("~") or re.search(r"\$(\w|\{)", text):
+            raise ConfigError(
+                f"{name} = {str(path)!r:.80} names a variable or user that is not known here: write it out"
+            )
         for key in keys:
             table = table.setdefault(key, {})
         if isinstance(path, Path):
@@ -263,13 +268,3 @@ def _absolute(config: RunConfig) -> RunConfig:
         else:
             table[name] = os.path.abspath(text) if os.path.exists(text) else text
     return config.with_(**changes)
-
-
-def _written_out(key: str, path: str) -> str:
-    """A path with `~` and variables of the environment filled in. Raises ConfigError where that fails."""
-    text = os.path.expanduser(os.path.expandvars(path))
-    if text.startswith("~") or re.search(r"\$(\w|\{)", text):
-        raise ConfigError(
-            f"{key} = {path!r:.80} names a variable or user that is not known here: write it out"
-        )
-    return text

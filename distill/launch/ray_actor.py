@@ -50,12 +50,19 @@ class RoleActor:
         self._lock = threading.Lock()
 
     def start(self, command: Command) -> str:
-        """Start it, with the GPUs alone that Ray has given this actor; the machine's address."""
+        """Start it, with the GPUs alone that Ray has given this actor; the machine's address.
+
+        Its environment is the one that this machine's Ray was started with, without what Ray adds for its
+        workers (such as OMP_NUM_THREADS=1), and without its token.
+        """
         import ray
 
         argv = [sys.executable if word == command.python else word for word in command.argv]
         devices = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        env = {**machine_environment(), **command.env, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+        names = {name for name in os.environ if not name.startswith("RAY_")}
+        raylet = psutil.Process(os.getppid()).environ()
+        env = {name: value for name, value in raylet.items() if name in names}
+        env |= {**command.env, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
         read_end, self._pipe = os.pipe()
         with self._lock:
             self._process = subprocess.Popen(
@@ -96,14 +103,3 @@ class RoleActor:
         """Kill everything that there is of it."""
         if self._process is not None:
             os.write(self._pipe, b"k")
-
-
-def machine_environment() -> dict[str, str]:
-    """The environment that this machine's Ray was started with.
-
-    Without what Ray adds for its workers (such as OMP_NUM_THREADS=1), and without its token.
-    """
-    raylet = psutil.Process(os.getppid()).environ()
-    return {
-        name: value for name, value in raylet.items() if name in os.environ and not name.startswith("RAY_")
-    }

@@ -26,7 +26,16 @@ NODE_LABEL: Final = "ray.io/node-id"
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[Any]:
     """The module `ray`, connected to the cluster at host:port and never to another. Raises ConfigError."""
-    _check_answers(address)
+    host, _, port = address.rpartition(":")
+    try:  # Ray itself would try for a minute
+        if not host:
+            raise ValueError("no port")
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"cluster.address {address}: no Ray cluster is there ({error}): write HOST:PORT as `ray start "
+            "--head` prints it, or leave cluster.address out and a run starts one on its own machine"
+        ) from None
     import ray
 
     try:
@@ -41,20 +50,6 @@ def connected(address: str) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
-
-
-def _check_answers(address: str) -> None:
-    """Ray itself would try for a minute."""
-    host, _, port = address.rpartition(":")
-    try:
-        if not host:
-            raise ValueError("no port")
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-    except (OSError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"cluster.address {address}: no Ray cluster is there ({error}): write HOST:PORT as `ray start "
-            "--head` prints it, or leave cluster.address out and a run starts one on its own machine"
-        ) from None
 
 
 def alive(ray: Any) -> dict[str, dict[str, Any]]:

@@ -233,7 +233,11 @@ class _Launcher:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
-            await self._trainer_end()
+            if self._joined and TRAINER in self._supervisor.children:
+                left = self._stop_deadline - time.monotonic()
+                left = max(0.0, min(self._config.run.grace_seconds * STOP_SHARE, left))
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._supervisor.children[TRAINER].exit(), left)
             figures = controller.result()
             for problem in figures["problems"]:
                 self._alert("the end shows less than it should", problem)
@@ -251,13 +255,6 @@ class _Launcher:
     def _died(self, child: ChildSpec) -> None:
         child.died()
         self._alert(f"{child.name} is restarted", f"it ended; {self._folder.logs / child.name}.log has why")
-
-    async def _trainer_end(self) -> None:
-        if self._joined and TRAINER in self._supervisor.children:
-            grace = self._config.run.grace_seconds * STOP_SHARE
-            left = max(0.0, min(grace, self._stop_deadline - time.monotonic()))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._supervisor.children[TRAINER].exit(), left)
 
     async def _preflight(self) -> None:
         """Let training begin when the engines agree, and go on when the first step does too.

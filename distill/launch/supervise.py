@@ -141,9 +141,8 @@ class Child:
     def restartable(self) -> bool:
         """Whether another start may help: after a kill, on a taken port, or when it had reported for work."""
         reported = self.spec.url is None and self.spec.joined()
-        return bool(
-            self.status in KILLED or reported or _PORT_TAKEN.search(_text(self.log_path, self._log_begins))
-        )
+        taken = _PORT_TAKEN.search(_text(self.log_path, self._log_begins))
+        return self.status in KILLED or reported or taken is not None
 
     def next_pause(self) -> float:
         """Seconds before its restart."""

@@ -82,9 +82,8 @@ class Generation:
         compute-bound, in_flight x 2 N / (devices x F), whichever is longer."""
         moved = self.item * self.shape.read(self.in_flight) + self.in_flight * self.context * self.shape.kv
         computed = self.in_flight * 2 * self.shape.active
-        slowest = max(
-            moved / self.device.bytes_per_second, computed / self.device.flops_per_second(self.item)
-        )
+        moving = moved / (self.device.bandwidth * self.device.bandwidth_share)
+        slowest = max(moving, computed / self.device.flops_per_second(self.item))
         return slowest / (self.role.devices / self.role.processes)
 
     def seconds(self, batch: float, swaps: float) -> float:
@@ -266,18 +265,28 @@ def lengths_of(
     config: RunConfig, prompt: float | None, completion: float | None, run: Lengths | None = None
 ) -> Lengths:
     """Given lengths; for what is not given those of a measured run, else of the prompts in a local file, else
-    upper bounds or an assumption."""
+    upper bounds or an assumption. Of an episode the longest; the environment's tokens count to the prompt.
+
+    Raises DataError for a file that cannot be used.
+    """
     if run is not None:
         source = run.source + (", as far as not given" if prompt or completion else "")
         return Lengths(prompt or run.prompt, completion or run.completion, source)
-    if isinstance(config.prompts, EnvironmentPrompts) and not (prompt and completion):
-        episode = _episode(config)
-        source = episode.source + (", as far as not given" if prompt or completion else "")
-        return Lengths(prompt or episode.prompt, completion or episode.completion, source)
-    longest = getattr(config.prompts, "max_prompt_tokens", None)
-    room = student_limit(config) - config.rollout.max_tokens
+    prompts, room = config.prompts, student_limit(config)
+    if isinstance(prompts, EnvironmentPrompts) and not (prompt and completion):
+        name, environment = prompts.environment, config.environments[prompts.environment]
+        whole = min(room, environment.max_tokens or room)
+        answers = min(environment.max_turns * config.rollout.max_tokens, whole - 1)
+        source = f"episodes of {environment.max_turns} turns of environments.{name}, as if none ended early"
+        source += ", as far as not given" if prompt or completion else ""
+        return Lengths(prompt or float(whole - answers), completion or float(answers), source)
+    longest, known = getattr(prompts, "max_prompt_tokens", None), None
+    room -= config.rollout.max_tokens
     bound = f"prompts.max_prompt_tokens {longest}" if longest else "assumed"
-    known = None if prompt else mean_prompt(config, room)
+    if not prompt and isinstance(prompts, JsonlPrompts) and prompts.path.is_file():
+        rows = RowReader(prompts, row_encoder(load_tokenizer(config.student), prompts), room)
+        lengths = [len(row.token_ids) for row in rows.prompts(islice(jsonl_rows(prompts.path), SAMPLED))]
+        known = mean(lengths) if lengths else None
     words = {
         "prompt": "given" if prompt else f"mean of the first {SAMPLED} rows" if known else bound,
         "completion": "given" if completion else "rollout.max_tokens, as if none ended early",
@@ -285,28 +294,6 @@ def lengths_of(
     source = ", ".join(f"{name}: {word}" for name, word in words.items())
     chosen = prompt or known or float(longest or min(ASSUMED_PROMPT, max(1, room)))
     return Lengths(chosen, completion or float(config.rollout.max_tokens), source)
-
-
-def mean_prompt(config: RunConfig, longest: int) -> float | None:
-    """Tokens, of the first rows of a local file; None: they are elsewhere, or made. Raises DataError for one
-    that cannot be used."""
-    prompts = config.prompts
-    if not isinstance(prompts, JsonlPrompts) or not prompts.path.is_file():
-        return None
-    reader = RowReader(prompts, row_encoder(load_tokenizer(config.student), prompts), longest)
-    lengths = [len(prompt.token_ids) for prompt in reader.prompts(islice(jsonl_rows(prompts.path), SAMPLED))]
-    return mean(lengths) if lengths else None
-
-
-def _episode(config: RunConfig) -> Lengths:
-    """Of the longest episodes; the environment's tokens count to the prompt."""
-    assert isinstance(config.prompts, EnvironmentPrompts), "rollouts are episodes"
-    name, room = config.prompts.environment, student_limit(config)
-    environment = config.environments[name]
-    whole = min(room, environment.max_tokens or room)
-    student_tokens = min(environment.max_turns * config.rollout.max_tokens, whole - 1)
-    source = f"episodes of {environment.max_turns} turns of environments.{name}, as if none ended early"
-    return Lengths(float(whole - student_tokens), float(student_tokens), source)
 
 
 def plan(

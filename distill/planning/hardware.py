@@ -37,10 +37,6 @@ class Device:
         """FLOP/s reached with weights of `item` bytes."""
         return self.single if self.single and item == 4 else self.flops * self.compute_share
 
-    @property
-    def bytes_per_second(self) -> float:
-        return self.bandwidth * self.bandwidth_share
-
 
 CPU: Final = "cpu"
 PRODUCTS, BETWEEN = 0.8, 13.0

@@ -203,7 +203,7 @@ def prompt_lines(text: str) -> str:
     """Lines of [prompts] for a file, folder or Hub id, with the field that its first row has.
 
     Raises ConfigError for what is none of these, and for rows without a field that can be a prompt; DataError
-    for a file that cannot be read.
+    for a file that cannot be read. The folder of a table is read as one dataset.
     """
     path = Path(text)
     if path.suffix == ".jsonl" and path.is_file():
@@ -211,7 +211,13 @@ def prompt_lines(text: str) -> str:
         lines = _field(text, row and row.fields)
         return "\n".join(['type = "jsonl"', f"path = {_quoted(text)}", *lines])
     if path.suffix in TABLES and path.is_file():
-        path = _folder_of(path)
+        files = sorted(file.name for file in path.parent.iterdir() if file.suffix in DATA and file != path)
+        if files:
+            raise ConfigError(
+                f"--prompts {path}: its folder is read as one dataset and holds {', '.join(files[:3])} too: "
+                "move the file to a folder of its own"
+            )
+        path = path.parent
     if path.is_dir():
         row = next(dataset_rows(DatasetPrompts(type="dataset", path=str(path))), None)
         lines = _field(text, row and row.fields)
@@ -222,17 +228,6 @@ def prompt_lines(text: str) -> str:
         f"--prompts {text} is no file: name a .jsonl file with one object a line, a .csv or .parquet file, a "
         "dataset's folder, or its Hub id such as openai/gsm8k"
     )
-
-
-def _folder_of(path: Path) -> Path:
-    """The folder of a table, which holds no other. Raises ConfigError when it does."""
-    files = sorted(file.name for file in path.parent.iterdir() if file.suffix in DATA and file != path)
-    if files:
-        raise ConfigError(
-            f"--prompts {path}: its folder is read as one dataset and holds {', '.join(files[:3])} too: move "
-            "the file to a folder of its own"
-        )
-    return path.parent
 
 
 def _field(name: str, row: Mapping[str, Any] | None) -> list[str]:

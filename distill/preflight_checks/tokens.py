@@ -225,7 +225,12 @@ def check_rendering(config: RunConfig, tokenizer: Any) -> tuple[RunConfig, list[
         template = str(tokenizer.chat_template)
         if "strftime_now" in template:
             if (moment := config.student.template_time) is None:
-                moment = _start_of_run(config)
+                before = recorded(config.run_dir) if (config.run_dir / "config.json").is_file() else {}
+                student = before.get("student")
+                began = isinstance(student, dict) and student.get("template_time")
+                moment = (
+                    datetime.fromisoformat(str(began)) if began else datetime.now().replace(microsecond=0)
+                )
                 at_time(tokenizer, moment)
                 config = config.with_(student={"template_time": moment})
             lines.append(
@@ -242,15 +247,6 @@ def check_rendering(config: RunConfig, tokenizer: Any) -> tuple[RunConfig, list[
                 f"stop: rollout.stop_token_ids = {stops}"
             )
     return config, [f"prompts: {line}" for line in lines]
-
-
-def _start_of_run(config: RunConfig) -> datetime:
-    """What the clock was when the run began; now, for one that begins."""
-    if (config.run_dir / "config.json").is_file():
-        before = recorded(config.run_dir).get("student")
-        if isinstance(before, dict) and before.get("template_time"):
-            return datetime.fromisoformat(str(before["template_time"]))
-    return datetime.now().replace(microsecond=0)
 
 
 def first_prompts(config: RunConfig, split: PromptSplit, tokenizer: Any) -> list[str]:

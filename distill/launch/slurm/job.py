@@ -281,16 +281,9 @@ def _requeue(status: int) -> int:
 
 def _slurm(*command: str) -> int:
     """Exit status of a command of Slurm's, which must not take this job's options for its own."""
-    return subprocess.run(command, env=without_job(os.environ), check=False).returncode
-
-
-def without_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what Slurm says of the job in it."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name == "SLURM_CONF" or not name.startswith(("SLURM_", "SBATCH_"))
-    }
+    ours = {name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))} - {"SLURM_CONF"}
+    env = {name: value for name, value in os.environ.items() if name not in ours}
+    return subprocess.run(command, env=env, check=False).returncode
 
 
 def _said(text: str, status: int = 0) -> int:
