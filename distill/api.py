@@ -84,8 +84,8 @@ def preflight(config: Config, *, engines: bool = False, say: Callable[[str], Non
 
     tell = say or (lambda line: None)
     with _alone("preflight"):
-        settings, split, lines, _ = prepare(config, tell)
-        for line in lines:
+        settings, split, *_, machines = prepare(config, tell)
+        for line in machines:
             tell(line)
         check_machine(settings)
         check_arguments(settings)

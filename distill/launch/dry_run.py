@@ -19,7 +19,7 @@ from distill.launch.run_folder import check_holds_run
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.checks import check, check_keys
 from distill.preflight_checks.objective import resolve
-from distill.preflight_checks.placement import needs, placed
+from distill.preflight_checks.placement import needs
 from distill.prompts.stream import PromptStream
 from distill.record import resume as record
 from sync.base import secrets
@@ -66,7 +66,7 @@ def resume_lines(config: RunConfig) -> Iterator[str]:
     Raises ConfigError or DataError where it would be refused.
     """
     check_holds_run(config.run_dir)
-    config, split, *_ = check(config, placed(config)[0])
+    config, split, *_ = check(config)
     prompts = PromptStream(split.train, config.run.seed, config.rollout.per_prompt)
     return record.lines(record.resume(config.run_dir, record.Start.of(config, prompts, split)))
 

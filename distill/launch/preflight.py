@@ -34,7 +34,6 @@ from distill.preflight_checks.checks import (
     refuse,
 )
 from distill.preflight_checks.objective import with_objective
-from distill.preflight_checks.placement import placed
 from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_sequence
 from distill.published import check_store
@@ -60,8 +59,7 @@ def prepare(config: RunConfig, say: Callable[[str], None], trains: bool = True) 
 
     `trains`: it writes checkpoints and versions too. Raises ConfigError, DataError or StoreError.
     """
-    places, machines = placed(config)
-    checked = check(config, places)
+    checked = check(config)
     config = checked.config
     for line in checked.lines:
         say(line)
@@ -71,8 +69,8 @@ def prepare(config: RunConfig, say: Callable[[str], None], trains: bool = True) 
         if config.cluster.type != "external":  # else all that follow are elsewhere, and look for themselves
             check_local(config.mirrors)
         check_store(config)
-        machines = [*machines, *machine.lines(config, disk)]
-    return checked._replace(lines=machines)
+        return checked._replace(machines=[*checked.machines, *machine.lines(config, disk)])
+    return checked
 
 
 def prepare_role(config: RunConfig, process: Process, registers: bool) -> RunConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +22,11 @@ from distill.model_facts import FAMILIES, NOT_UPDATED, has_experts, misfit, quan
 from distill.preflight_checks import objective, tokens
 from distill.preflight_checks.devices import check_devices
 from distill.preflight_checks.machine import bulk_bytes, check_processor
+from distill.preflight_checks.placement import placed
 from distill.preflight_checks.probes import environment_sources
 from distill.prompts.sources import PromptSplit, TableSource, data_sources, open_prompts, text_config
 from distill.prompts.stream import Mixture
-from distill.topology import Process, processes
+from distill.topology import Process
 from student_trainer import parallelism
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import machines, names_others
@@ -49,19 +50,18 @@ class Checked(NamedTuple):
     config: RunConfig
     split: PromptSplit
     lines: list[str]
-    """What was chosen and computed, in words; from `prepare`: each machine of a cluster, and the disk."""
+    """What was chosen and computed, in words."""
     sets: Mapping[str, PromptSet]
     """Those of an evaluation, by name; empty: there is none."""
+    machines: list[str]
+    """Each machine of a cluster with its processes; from `prepare` the disk too."""
 
 
-def check(config: RunConfig, placed: Sequence[Process] | None = None) -> Checked:
-    """Check everything that can be known beforehand. Raises ConfigError or DataError.
-
-    `placed`: the processes where `placement.placed` puts them; None: all that have no URL are here.
-    """
+def check(config: RunConfig) -> Checked:
+    """Check everything that can be known beforehand. Raises ConfigError or DataError."""
     use_folder(config.run.code_folder)
-    placed = processes(config) if placed is None else placed
-    check_parts(config, [process.section for process in placed if process.url is None])
+    where, machine_lines = placed(config)
+    check_parts(config, [process.section for process in where if process.url is None])
     if isinstance(config.objective, Own):  # which only a process that is started later imports
         check_module(config.objective.name, "objective.type")
         objective.try_own(config.objective)
@@ -71,11 +71,12 @@ def check(config: RunConfig, placed: Sequence[Process] | None = None) -> Checked
     config, lines = objective.resolve(config)
     lines += meanings
     deepspeed_config(config.trainer)
-    check_keys(config)
+    check_secrets(config)
+    rules(config)
     environments = (check_environment(config, name) for name in config.environments)
     served = [*_teachers(config), *chain.from_iterable(environments)]
-    refuse([*served, *_packages(config), *model_problems(config)])
-    refuse(wrong_among(_peers(config, placed)))
+    refuse([*served, *key_problems(config), *_packages(config), *model_problems(config)])
+    refuse(wrong_among(_peers(config, where)))
     rollouts = config.rollout.temperature
     if teacher_temperature(config.objective, rollouts) != rollouts:
         logger.warning(
@@ -92,7 +93,7 @@ def check(config: RunConfig, placed: Sequence[Process] | None = None) -> Checked
         for id_ in config.rollout.stop_token_ids
         if not 0 <= id_ < vocab_size
     )
-    lines += check_devices(config, placed)
+    lines += check_devices(config, where)
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
     router = Router(config.teachers)
     for source in data_sources(split):
@@ -101,7 +102,7 @@ def check(config: RunConfig, placed: Sequence[Process] | None = None) -> Checked
     sets = open_sets(config, split, tokenizer) if config.evaluation is not None else {}
     check_rewards(sets)
     lines += [*split.notes, *tokens.first_prompts(config, split, tokenizer)]
-    return Checked(config, split, lines, sets)
+    return Checked(config, split, lines, sets, machine_lines)
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -208,9 +209,9 @@ def must_differ(config: RunConfig, teacher: str) -> bool:
 # --- the sections against each other
 
 
-def _peers(config: RunConfig, placed: Iterable[Process]) -> Iterator[tuple[str, str, Role]]:
+def _peers(config: RunConfig, where: Iterable[Process]) -> Iterator[tuple[str, str, Role]]:
     """Key, URL and role of every server that runs already."""
-    for process in placed:
+    for process in where:
         if process.url is not None and process.role is not None:
             yield f"{process.section}.urls", process.url, process.role
     for name, teacher in config.teachers.items():

@@ -117,7 +117,7 @@ async def test_a_run_whose_wandb_hangs_has_its_figures(tmp_path, monkeypatch) ->
             return {"steps": 1, "error": None}
 
     monkeypatch.setattr(launched, "_Launcher", Launcher)
-    ready = Checked(config, SimpleNamespace(train=None), [], {})  # type: ignore[arg-type]
+    ready = Checked(config, SimpleNamespace(train=None), [], {}, [])  # type: ignore[arg-type]
     monkeypatch.setattr(launched, "prepare", lambda *_: ready)
     monkeypatch.setattr(launched, "Start", SimpleNamespace(of=lambda *_: None))
     start = SimpleNamespace(notes=[], config={}, streams={}, earlier=Earlier())

@@ -105,7 +105,7 @@ def test_a_shipped_configuration_passes_the_preflight(path: Path, models: Path, 
         trainer = {"deepspeed": ROOT / "configs/deepspeed/zero3_gpu.json"}
         given = given.with_(student=student, trainer=trainer, run={"share_gpus": True})
     own = replaced(given, models, tmp_path)
-    config, split, lines, _ = checks.check(own, placement.placed(own)[0])
+    config, split, lines, *_ = checks.check(own)
     check_machine(config)
     needed = machine.estimate(config)
     machine.check_room(config, needed)
