@@ -84,10 +84,12 @@ def _serve(
     kind: str, source: Path, overrides: list[str], controller: str, index: int, port: int, name: str = ""
 ) -> None:
     from distill.launch import single_role
+    from distill.launch.roles import Ports
 
     config, where = _joining(source, overrides, controller)
     section = single_role.section_of(config, kind, name)
-    single_role.serve(config, single_role.serving(config, section, index, port, where), where)
+    with Ports(only=port) as ports:
+        single_role.serve(config, single_role.serving(config, section, ports, index, where), where)
 
 
 def train(

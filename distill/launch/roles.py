@@ -45,11 +45,9 @@ class Ports:
     SO_REUSEPORT (`sync.wire.server.join_port`); for everybody else it is in use, also during a restart.
     """
 
-    def __init__(self, keep_through_exec: bool = False, only: int = 0) -> None:
-        """`keep_through_exec`: hold them until the program ends that replaces this one. `only`: the one port
-        to take, whatever is asked for; 0: as asked."""
-        self._held: list[socket.socket] = []
-        self._keep, self._only = keep_through_exec, only
+    def __init__(self, only: int = 0) -> None:
+        """`only`: the one port to take, whatever is asked for; 0: as asked."""
+        self._held, self._only = list[socket.socket](), only
 
     def take(self, host: str, port: int, key: str) -> int:
         """`port`, or any free one for 0. Raises ConfigError, naming setting `key`, when it is in use."""
@@ -63,12 +61,8 @@ class Ports:
             raise ConfigError(f"{key}: {reason}") from None
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        number = int(listener.getsockname()[1])
-        if self._keep:
-            os.set_inheritable(listener.detach(), True)
-        else:
-            self._held.append(listener)
-        return number
+        self._held.append(listener)
+        return int(listener.getsockname()[1])
 
     def __enter__(self) -> Self:
         return self

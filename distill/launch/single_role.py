@@ -11,7 +11,7 @@ each machine of the trainer, register there and renew that (`run_registered`, `r
 The controller is asked where it is again and again: one that was started elsewhere has written its new URL
 into the run's folder. While it cannot be reached the process goes on. A refusal, though, ends a process that
 was never admitted, before it loads anything. A server that is told nothing, for a controller whose file has
-its URL, is what the process becomes (`replace_process`).
+its URL, registers nowhere.
 """
 
 from __future__ import annotations
@@ -101,32 +101,25 @@ def joining(config: RunConfig, folder: Path | None, url: str | None) -> tuple[Ru
 
 
 def serve(config: RunConfig, child: ChildSpec, controller: Controller | None) -> NoReturn:
-    """Become the server, or run and register it until it ends; leaves with its exit status."""
-    if controller is None:
-        replace_process(child)
-    url = urlsplit(str(child.url))
-    host = own_address(controller()) if is_loopback(url.hostname or "") else str(url.hostname)
-    lease = Lease(config.run.name, child.name, url_of(host, url.port or 0), controller)
+    """Run a server until it ends, registered with the controller if there is one; leaves with its status."""
+    url, lease = urlsplit(str(child.url)), None
+    if controller is not None:
+        host = own_address(controller()) if is_loopback(url.hostname or "") else str(url.hostname)
+        lease = Lease(config.run.name, child.name, url_of(host, url.port or 0), controller)
     _leave_with(run_registered(child, lease, config.run.grace_seconds))
 
 
-def replace_process(child: ChildSpec) -> NoReturn:
-    """Become this process; never returns."""
-    os.execvpe(child.argv[0], list(child.argv), {**os.environ, **child.env})
-
-
 def serving(
-    config: RunConfig, section: str, index: int = 0, port: int = 0, controller: Controller | None = None
+    config: RunConfig, section: str, ports: Ports, index: int = 0, controller: Controller | None = None
 ) -> ChildSpec:
-    """Server `index` of a section, listening as that says; at `port` unless that is 0. Raises ConfigError.
+    """Server `index` of a section, listening as that says. Raises ConfigError.
 
     `controller`: says to the evaluator where the servers without `urls` are.
     """
     process = process_of(config, section, index)
     config = prepare_role(config, process, registers=controller is not None)
     at = controller() if controller and section == "evaluation.placement" else None
-    # held by the process that replaces this one
-    return server(config, process, Ports(keep_through_exec=True, only=port), at)
+    return server(config, process, ports, at)
 
 
 def section_of(config: RunConfig, kind: str, name: str = "") -> str:
@@ -282,23 +275,28 @@ class Gang:
         return f"machines {missing} of the trainer have not registered" if missing else ""
 
 
-async def run_registered(child: ChildSpec, lease: Lease, grace: float) -> int:
+async def run_registered(child: ChildSpec, lease: Lease | None, grace: float) -> int:
     """Run a server, and register it while it answers; its exit status, or EXIT_REFUSED.
 
     SIGTERM and SIGINT are for the child, which has `grace` seconds.
     """
     ending, (read_end, write_end) = _stop_signals(), os.pipe()
     process = await guarded(child, read_end)
-    async with Peer(lease.url) as server:
-        works = (process.wait(), ending.wait(), lease.keep(ready=server.alive))
-        exit_, ended, renewing = tasks = [asyncio.create_task(work) for work in works]
+    refused: BaseException | None = None
+    exit_, ended = tasks = [asyncio.create_task(work) for work in (process.wait(), ending.wait())]
+    if lease is None:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        refused = renewing.exception() if renewing.done() else None
-        await cancel([ended, renewing])
-    if refused is None:
-        await lease.leave()
     else:
-        log.error("%s", refused)
+        async with Peer(lease.url) as server:
+            renewing = asyncio.create_task(lease.keep(ready=server.alive))
+            await asyncio.wait([*tasks, renewing], return_when=asyncio.FIRST_COMPLETED)
+            refused = renewing.exception() if renewing.done() else None
+            await cancel([renewing])
+        if refused is None:
+            await lease.leave()
+        else:
+            log.error("%s", refused)
+    await cancel([ended])
     _terminate(process)
     await asyncio.wait([exit_], timeout=grace)
     os.write(write_end, b"k")  # the guardian kills what is left

@@ -164,7 +164,8 @@ def own_objective(config: RunConfig) -> RunConfig:
 
 
 def evaluator(config: RunConfig) -> Any:
-    return single_role.serving(config, "evaluation.placement", controller=lambda: "")
+    with roles.Ports() as ports:
+        return single_role.serving(config, "evaluation.placement", ports, controller=lambda: "")
 
 
 def test_only_variables_of_roles_are_left_out_where_they_are_hidden() -> None:
@@ -185,7 +186,10 @@ def test_only_variables_of_roles_are_left_out_where_they_are_hidden() -> None:
 @pytest.mark.parametrize(
     ("serve", "key"),
     [
-        (lambda config: single_role.serving(config, "teachers.served"), "teachers.served.engine_url"),
+        (
+            lambda config: single_role.serving(config, "teachers.served", roles.Ports()),
+            "teachers.served.engine_url",
+        ),
         (single_role.prepare_train, "trainer.overrides.comet.api_key"),
         (lambda config: single_role.prepare_train(own_objective(config)), "objective.options.api_key"),
         (evaluator, "teachers.there.urls.0"),

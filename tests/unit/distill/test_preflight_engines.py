@@ -19,6 +19,7 @@ from distill.evaluation.probes import probe
 from distill.launch import single_role
 from distill.launch.evaluate import evaluate_folder
 from distill.launch.preflight import check_here, check_machine, run_preflight
+from distill.launch.roles import Ports
 from distill.preflight_checks import checks as preflight
 from distill.preflight_checks import engines as live
 from distill.preflight_checks.probes import Finding
@@ -380,7 +381,7 @@ def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Pa
     sections["objective"] = {"type": "topk", "k": 4}
     assert preflight.check(configure(models, **sections)).split.held_out
     adapters = {**sections, "trainer": {"deepspeed": str(DEEPSPEED), "lora": {}}}
-    for check in (preflight.check, lambda config: single_role.serving(config, "teachers.t")):
+    for check in (preflight.check, lambda config: single_role.serving(config, "teachers.t", Ports())):
         with pytest.raises(ConfigError, match=r"trainer.lora is set, and adapters alone are no model"):
             check(configure(models, **adapters))
     off = {"evaluation": None, "weights": {"transport": "broadcast"}}
