@@ -14,13 +14,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from distill import events, waits
-from distill.aio import cancel, until
+from distill.aio import cancel, unless, until
 from distill.batching.batcher import StepBatcher
 from distill.batching.packing import Shape
 from distill.buffer import Batch
@@ -48,6 +49,7 @@ from distill.trainer_api.guard import Guard, Heartbeats, retreat
 from distill.trainer_api.http_api import application, listen, serving
 from distill.trainer_api.session import TrainerSession
 from distill.waits import TRAINER
+from sync.base.errors import Unreachable
 from sync.wire import EvalReport, Heartbeat, Published, StepReport, TrainerWelcome, Version
 
 logger = logging.getLogger(__name__)
@@ -104,7 +106,7 @@ class Controller:
         self._stepped = time.monotonic()
         self._socket = listen(config.controller.host, config.controller.port, token)
         self._app = application(self.session, self.registry, parts, self.figures, self.why, token)
-        self._checkpoint_saved, self._left, self._interrupted = asyncio.Event(), False, False
+        self._checkpoint_saved, self._interrupted, self._left = asyncio.Event(), asyncio.Event(), False
         self._stop_reason: str | None = None
         self._failure: str | None = None
         self.root = ""
@@ -157,9 +159,11 @@ class Controller:
                 try:
                     await until(self._trainer_done(), tasks)
                     self.dispatcher.paused.add("end")
-                    if self._interrupted and self.evaluations:
-                        await cancel([tasks.pop()])  # it may hold a replica
-                    await until(self._conclude(), tasks)
+                    await until(self._proof(), tasks)
+                    if self._interrupted.is_set():
+                        if self.evaluations:
+                            await cancel([tasks.pop()])  # it may hold a replica
+                        await until(self._conclude(None), tasks)
                 finally:
                     await cancel(tasks)
                     await self.broadcasts.close()
@@ -174,8 +178,13 @@ class Controller:
         while self.session.final is None and not self._left:
             await self.events.changed.wait()
 
-    async def _conclude(self) -> None:
-        seconds = None if self._interrupted else self.config.weights.timeout_seconds
+    async def _proof(self) -> None:
+        """The end of a run, which an interruption cuts short: a resume makes up for it."""
+        end = self._conclude(self.config.weights.timeout_seconds)
+        with suppress(Unreachable):
+            await unless(self._interrupted.wait(), end, "the run was interrupted")
+
+    async def _conclude(self, seconds: float | None) -> None:
         self._end = await conclude(self.session.final, self.pool, self.evaluations, seconds)
         self.record.write(self._end)
 
@@ -215,7 +224,7 @@ class Controller:
     def request_stop(self, reason: str) -> None:
         """End early: the trainer finishes the batches it has, saves a checkpoint and leaves."""
         logger.info("stopping: %s", reason)
-        self._interrupted = True
+        self._interrupted.set()
         self._stop(reason)
         if not self.session.live:
             self.trainer_left()
@@ -379,7 +388,7 @@ class Controller:
         done = reached is not None and reached.step >= self.config.run.steps
         return {
             **figures,
-            "completed": done,
+            "completed": done and not self._interrupted.is_set(),
             "error": self._failure,
             "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
             "seconds": {"distill": figures["perf"]["run_seconds"]},

@@ -303,7 +303,10 @@ class _Launcher:
                 log.warning("%s: the run is over and writes its figures (again: stop at once)", number.name)
                 return
             self.stopped_by = number.name
-            self._display.say(f"{number.name}: finishing the step, saving a checkpoint (again: stop at once)")
+            doing = "finishing the step, saving a checkpoint"
+            if self._controller.session.final is not None:
+                doing = "the last version is shown with --resume"
+            self._display.say(f"{number.name}: {doing} (again: stop at once)")
             self._controller.request_stop(number.name)
             seconds = self._config.run.grace_seconds * STOP_SHARE
             self._stop_deadline = time.monotonic() + seconds

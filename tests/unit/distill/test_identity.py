@@ -357,6 +357,31 @@ async def test_a_run_that_was_interrupted_owes_no_proof_but_tells_what_differs(
     assert len(summary["problems"]) == problems
 
 
+async def test_a_run_that_is_interrupted_in_its_last_evaluation_ends_and_is_completed_by_a_resume(
+    controller: Any,
+) -> None:
+    evaluating = asyncio.Event()
+
+    class Slow(MemoryEvaluator):
+        async def evaluate(self, request: EvalRequest) -> EvalReply:
+            if request.version.step == 6:
+                evaluating.set()
+                await asyncio.Event().wait()
+            return await super().evaluate(request)
+
+    run = controller(evaluator=Slow())
+
+    async def stop() -> None:
+        await evaluating.wait()
+        run.request_stop("a person said so")
+
+    summary, _ = await asyncio.gather(whole(run), stop())
+    assert (summary["steps"], summary["completed"], summary["problems"]) == (6, False, [])
+    summary = await whole(controller(evaluator=MemoryEvaluator()))
+    assert (summary["steps"], summary["completed"], summary["problems"]) == (6, True, [])
+    assert summary["evaluations"][-1]["version"] == "L001-v00000006"
+
+
 def test_a_run_shows_what_it_made_and_fails_with_a_line_for_each_problem(tmp_path, capsys) -> None:
     summary = {
         "warnings": ["every completion was cut off"],

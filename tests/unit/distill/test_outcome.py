@@ -32,7 +32,8 @@ from sync.wire import Version
 def stoppable(over: bool = False) -> Any:
     """What `_signals` needs of a launcher; `asked`: why it is to stop."""
     asked: list[str] = []
-    controller = SimpleNamespace(request_stop=asked.append, trainer_left=lambda: None)
+    session = SimpleNamespace(final=None)
+    controller = SimpleNamespace(session=session, request_stop=asked.append, trainer_left=lambda: None)
     run = SimpleNamespace(grace_seconds=1000.0)
     display, config = SimpleNamespace(say=lambda text: None), SimpleNamespace(run=run)
     return SimpleNamespace(
