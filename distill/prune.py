@@ -65,14 +65,13 @@ def prune(
     kept, gone = list(range(len(decoder_layers))), list[int]()
     costs = dict.fromkeys(kept, 0.0)
     while len(kept) > layers:
-        cheapest = None
-        for place in sorted(kept, key=lambda place: costs[place]):
-            if cheapest is not None and costs[place] >= costs[cheapest]:
+        measured = dict[int, float]()
+        for place in sorted(kept, key=costs.__getitem__):
+            if measured and costs[place] >= min(measured.values()):
                 break
-            costs[place] = kl(target, _without(model, decoder_layers, [*gone, place], texts))
-            if cheapest is None or costs[place] < costs[cheapest]:
-                cheapest = place
-        assert cheapest is not None, "there are layers left"
+            less_logp = _without(model, decoder_layers, [*gone, place], texts)
+            costs[place] = measured[place] = kl(target, less_logp)
+        cheapest = min(measured, key=measured.__getitem__)
         kept.remove(cheapest)
         gone.append(cheapest)
         say(f"layer {cheapest} goes: {len(kept)} layers are {costs[cheapest]:.3f} nats from the teacher")
@@ -110,14 +109,13 @@ def _layers(model: Any, teacher: str, layers: int) -> nn.ModuleList:
 def _completions(model: Any, tokenizer: Any, prompts: list[list[int]]) -> list[Completed]:
     """Sampled at temperature 1, one after the other, so that nothing is padded."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     texts = []
     for prompt in prompts:
         ids_1P = torch.tensor([prompt], device=model.device)
         with torch.inference_mode():
             out_1T = model.generate(
-                ids_1P, attention_mask=torch.ones_like(ids_1P), max_new_tokens=TOKENS,
-                pad_token_id=tokenizer.eos_token_id, **options,
+                ids_1P, attention_mask=torch.ones_like(ids_1P), max_new_tokens=TOKENS, do_sample=True,
+                temperature=1.0, top_k=0, top_p=1.0, pad_token_id=tokenizer.eos_token_id,
             )  # fmt: skip
         texts.append(Completed(out_1T[0], len(prompt)))
     return texts
