@@ -100,8 +100,7 @@ def _layers(model: Any, teacher: str, layers: int) -> nn.ModuleList:
             f"{teacher} has quantised weights, or no list of layers to leave out: name a model in full "
             "precision whose decoder has `layers`"
         )
-    if not 0 < layers < len(decoder_layers):
-        count = len(decoder_layers)
+    if layers not in range(1, count := len(decoder_layers)):
         raise ConfigError(f"--layers {layers}: {teacher} has {count}, keep 1 to {count - 1} of them")
     return decoder_layers
 
@@ -137,9 +136,8 @@ def _without(model: Any, decoder_layers: nn.ModuleList, gone: list[int], texts: 
 def _keep(model: Any, decoder_layers: nn.ModuleList, kept: list[int]) -> None:
     """Leave the model with these layers, and its configuration with what is said of them."""
     for name, value in list(_per_layer(model.config, len(decoder_layers))):
-        setattr(
-            model.config, name, [value[place] for place in kept] if isinstance(value, list) else len(kept)
-        )
+        of_kept = [value[place] for place in kept] if isinstance(value, list) else len(kept)
+        setattr(model.config, name, of_kept)
     model.get_decoder().layers = nn.ModuleList(decoder_layers[place] for place in kept)
 
 
