@@ -4,7 +4,9 @@
            ─▶ within the limits ─▶ screened ─▶ rewarded ─▶ scored, by a teacher if there is one
            ─▶ admitted to the buffer
 
-    Lost ─▶ requeued: its next life begins     Unusable ─▶ quarantined and dropped     Unneeded ─▶ dropped
+    Lost ─▶ requeued with its prompt: its next life begins if attempts are left and its group is whole
+    Unusable ─▶ quarantined and dropped     Unneeded (an Unusable without fault) ─▶ dropped
+    Dropped ─▶ nothing: it was, when a turn of it was requeued
 
     what it waits for                       what else may come of it
     a replica: room, then a completion      lost, busy, hanging, unusable, broken off ─▶ Lost
@@ -15,8 +17,11 @@
     a teacher: its queue, then an answer    away ─▶ asked until it is back
                                             refused, or unusable max_attempts times ─▶ Unusable
 
-Its stage is what its coroutine waits for; nothing else is kept of it but its row. A controller that starts
-again begins a life for every rollout that is pending.
+One that is dropped breaks its group: members that are buffered go with it, others when they are screened or
+admitted. What an episode said behind contexts that its environment rewrote has lives of its own, from the end
+of the episode's on, and no row before it is admitted: a restart loses it. Its stage is what a rollout's
+coroutine waits for; nothing else is kept of it but its row, of which it is pending until it is admitted or
+dropped. A controller that starts again begins a life for every rollout that is pending.
 """
 
 from __future__ import annotations
