@@ -140,16 +140,12 @@ def test_the_trainer_computes_in_the_precision_of_deepspeed(tmp_path: Path, name
     assert in_bf16(found) is DeepSpeedConfig(found).bfloat16_config.enabled is enabled
 
 
-@pytest.mark.parametrize("overrides", [{}, {"optimizer.params.lr": 3e-6}], ids=str)
-def test_a_json_with_the_configured_rate_is_accepted(overrides: dict[str, float]) -> None:
-    assert merged(overrides=overrides)["optimizer"]["params"]["lr"] == 3e-6
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
         {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "momentum": 0.9, "torch_adam": True}}},
         {"optimizer.params": {"adam_w_mode": False, "amsgrad": True, "torch_adam": False}},
+        {"optimizer.params.lr": 3e-6},  # as trainer.lr says
         {"aio.block_size": 1, "comms_logger.enabled": False, "compile.deepcompile": False},
         {"data_types.keep_in_fp32_modules": "auto"},
         {"tensorboard": {"enabled": False, "job_name": "auto"}, "pipeline.stages": "auto"},

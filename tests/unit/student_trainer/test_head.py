@@ -134,16 +134,6 @@ def test_a_bf16_head_sums_in_fp32() -> None:
         assert float((one.float() - other).abs().max()) <= 2.0**-8 * float(other.abs().max())
 
 
-def test_rows_beyond_the_tokenizer_do_not_exist() -> None:
-    hidden, weight, targets, loss = work()
-    padded = torch.cat([weight, torch.full((4, H), 50.0)])
-    value, _, _, gradient = computed(hidden, padded, targets, loss, 16)
-    wanted, _, _, whole = computed(hidden, weight, targets, loss, 16)
-    assert torch.equal(value, wanted)
-    assert torch.equal(gradient[:V], whole)
-    assert not gradient[V:].any()
-
-
 @pytest.mark.parametrize(
     "objective",
     [Sampled(), TopK(k=3), StudentTopK(k=3, task=TaskReward(clip=(0.2, 0.2)))],

@@ -114,13 +114,6 @@ def test_a_student_that_is_its_teacher_rests_whatever_was_sampled(loss: Any) -> 
             same(gradient(build(loss), targets, only(row, len(mask))), torch.zeros(V, dtype=torch.float64))
 
 
-def test_without_the_masks_the_gradient_is_far_off() -> None:
-    mask = MASKS[2]
-    draws, wanted = within(STALE, mask).exp(), exact(kl_within(mask))
-    blind = gradient(build(SAMPLED), replace(goal(mask), mask_NK=None), draws)
-    assert float((blind - wanted).norm() / wanted.norm()) > 0.2
-
-
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_reward_is_learned_within_the_mask_whatever_the_divergence(mask: list[int]) -> None:
     """L_task alone: what `advantage_N` adds to the gradient of each objective."""

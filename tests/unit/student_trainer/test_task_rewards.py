@@ -6,6 +6,7 @@ Letters: V vocabulary, G completions of a group, D groups that are enumerated.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from student_trainer.objectives.config import Sampled, TaskReward
-from student_trainer.objectives.divergences import Targets, at, rewarded
+from student_trainer.objectives.divergences import Targets, at, mixture, rewarded, sft
 from student_trainer.ranks import Ranks
-from student_trainer.step import advantages, rewards_of
+from student_trainer.step import Rewards, advantages, rewards_of
 from sync.wire import Rows, TrainBatch, Version, pack
 
 V, G = 3, 3
@@ -27,18 +28,21 @@ REWARD = np.array([0.0, 2.0, 0.5])
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def rows_of(reward: Any, lengths: Any, own: list[int] | None = None, **more: Any) -> Rows:
+def rows_of(lengths: Any, **arrays: Any) -> Rows:
+    """`own` and `by_teacher` are flags, all other arrays numbers."""
     nothing, lens = pack(np.zeros(0, "i4")), pack(np.array(lengths, "i4"))
-    arrays = {name: pack(np.array(values, "f4")) for name, values in {"reward": reward, **more}.items()}
-    if own is not None:
-        arrays["own"] = pack(np.array(own, "u1"))
-    return Rows(["r"] * len(lengths), nothing, nothing, lens, *[nothing] * 4, **arrays)
+    kinds = {"own": "u1", "by_teacher": "u1"}
+    packed = {name: pack(np.array(values, kinds.get(name, "f4"))) for name, values in arrays.items()}
+    return Rows(["r"] * len(lengths), nothing, nothing, lens, *[nothing] * 4, **packed)
+
+
+def rewards_in(tokens: int, *rows: Rows) -> Rewards:
+    return rewards_of(TrainBatch(version=Version(0, 0), denominator=tokens, micro_batches=[*rows]), ALONE)
 
 
 def credited(rows: Rows, tokens: int, task: TaskReward) -> Tensor:
     """A·w of every token: what `advantages` gives, less the N that the loss is divided by later."""
-    batch = TrainBatch(version=Version(0, 0), denominator=tokens, micro_batches=[rows])
-    return advantages(rows, rewards_of(batch, ALONE), tokens, task).double() / tokens
+    return advantages(rows, rewards_in(tokens, rows), tokens, task).double() / tokens
 
 
 def gradient(token: Tensor, advantage: Tensor, chance: Tensor, task: TaskReward) -> Tensor:
@@ -65,7 +69,7 @@ def test_a_group_gives_the_gradient_of_the_expected_reward(scale: Any) -> None:
     count = draws.numel()
     both = {"baseline": np.repeat(mean, G, 1).ravel(), "deviation": np.repeat(deviation, G, 1).ravel()}
     task = TaskReward(baseline="group", scale=scale, rho_cap=None)
-    advantage = credited(rows_of(reward.ravel(), [1] * count, **both), count, task) * count
+    advantage = credited(rows_of([1] * count, reward=reward.ravel(), **both), count, task) * count
     # what a group says of each of its tokens, μ of the others and ρ of its own: ρ·Π μ
     found = gradient(draws.ravel(), advantage, chance.repeat_interleave(G), task) / G
     leaf = THETA.clone().requires_grad_()
@@ -102,7 +106,7 @@ def test_a_clipped_ratio_is_that_of_ppo_inside_and_outside_of_its_interval() -> 
 
 def test_each_rollout_counts_the_same_or_each_of_its_tokens_does() -> None:
     """Rollouts of 1 and 3 tokens of the student's, one of an environment's between them; b = 0.5."""
-    rows = rows_of([1.0, 0.0], [1, 4], own=[1, 1, 0, 1, 1])
+    rows = rows_of([1, 4], reward=[1.0, 0.0], own=[1, 1, 0, 1, 1])
     tokens = credited(rows, 7, TaskReward())
     assert tokens.tolist() == pytest.approx([0.5 / 4, *[-0.5 / 4] * 3])
     rollouts = credited(rows, 7, TaskReward(average="rollouts"))
@@ -112,12 +116,45 @@ def test_each_rollout_counts_the_same_or_each_of_its_tokens_does() -> None:
 def test_rewards_of_a_step_are_divided_by_its_deviation_and_equal_ones_teach_nothing() -> None:
     std = TaskReward(scale="std")
     deviation = float(np.std([1.0, 0.0, 0.5], ddof=1))
-    scaled = credited(rows_of([1.0, 0.0, 0.5], [1, 1, 1]), 3, std)
+    scaled = credited(rows_of([1, 1, 1], reward=[1.0, 0.0, 0.5]), 3, std)
     assert scaled.tolist() == pytest.approx([0.5 / deviation / 3, -0.5 / deviation / 3, 0.0])
     # what earlier turns earned is no difference between rollouts
-    same = rows_of([0.1] * 3, [2] * 3, earned=[0.0, 0.1] * 3)
+    same = rows_of([2] * 3, reward=[0.1] * 3, earned=[0.0, 0.1] * 3)
     assert credited(same, 6, std).tolist() == [0.0] * 6
     assert credited(same, 6, TaskReward())[1] == pytest.approx(-0.1 / 6)
+
+
+def test_rewards_are_centred_and_divided_by_their_own_tokens() -> None:
+    """Three rewards of mean 2 over 1 + 2 + 3 tokens, beside four tokens without one: N = 10, M = 6."""
+    two, none, one = rows_of([1, 2], reward=[0.0, 5.0]), rows_of([4]), rows_of([3], reward=[1.0])
+    rewards = rewards_in(10, two, none, one)
+    assert (rewards.mean, rewards.tokens) == (2.0, 6.0)
+    assert advantages(none, rewards, 10) is None
+    own = rows_of([1, 2], reward=[0.0, 5.0], baseline=[0.5, 4.0])
+    for rows, centred in ((two, [-2.0, 3.0, 3.0]), (one, [-1.0] * 3), (own, [-0.5, 1.0, 1.0])):
+        assert advantages(rows, rewards, 10).tolist() == pytest.approx([a * 10 / 6 for a in centred])
+
+
+def test_rewards_of_the_teachers_completions_change_nothing() -> None:
+    """Four student rows that are p itself, (¼, ½, ¼), beside four of the teacher: the task's gradient is that
+    of ½·E_p[R] whatever the teacher's rewards, and `mean` is E_p[R]."""
+    token, fresh = torch.tensor([0, 1, 1, 2, 0, 0, 2, 2]), torch.zeros(8, dtype=torch.bool)
+    p, written = torch.tensor([0.25, 0.5, 0.25], dtype=torch.float64), [0] * 4 + [1] * 4
+    for teachers in ([0.0] * 4, [50.0, -7.0, 9.0, 1.0]):
+        rows = rows_of([1] * 8, reward=[3.0, -1.0, -1.0, 2.0, *teachers], by_teacher=written)
+        rewards = rewards_in(8, rows)
+        assert rewards.mean == 0.75
+        leaf = p.log().requires_grad_()
+        logp = leaf.log_softmax(0).expand(8, V)
+        behavior = at(logp.detach(), token)
+        goal = Targets(token, behavior, torch.zeros(8), fresh, by_teacher_N=torch.tensor(written) > 0)
+        goals = replace(goal, advantage_N=advantages(rows, rewards, 8).double()), goal
+        (with_task, _), (without, _) = (mixture(logp, one, sft, None) for one in goals)
+        (found,) = torch.autograd.grad((with_task - without).sum() / 8, leaf)
+        assert float((found + 0.5 * p * (torch.tensor([3.0, -1.0, 2.0]) - 0.75)).abs().max()) <= 1e-7
+    rows = rows_of([1] * 8, reward=[1.0] * 8, by_teacher=[1] * 8)
+    assert rewards_in(8, rows).mean is None
+    assert bool(advantages(rows, rewards_in(8, rows), 8).isfinite().all())
 
 
 def test_a_cap_below_the_clip_is_refused() -> None:

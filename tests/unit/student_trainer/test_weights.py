@@ -30,7 +30,7 @@ from student_trainer import weights as module
 from student_trainer.config import LoRAConfig
 from student_trainer.engine import Student, check_head, with_adapters
 from student_trainer.ranks import Ranks
-from student_trainer.weights import BLOCK, Piece, Weights, block_sums, checksum, copy_of, layout, shape_of
+from student_trainer.weights import BLOCK, Weights, block_sums, checksum, copy_of, layout, shape_of
 from sync.base import durable
 from sync.base.errors import ConfigError
 from sync.weights.publish import Publisher, Slice
@@ -104,18 +104,20 @@ def leave(disk: Path, pages: int) -> None:
         os.posix_fallocate(file.fileno(), 0, (space.f_bavail - pages) * space.f_frsize)
 
 
-def cut_in_three(student: Any, value: float) -> None:
-    """Give every parameter a shard of `value` alone, as long as those of three ranks are."""
-    for parameter in student.parameters():
-        length = -(-parameter.numel() // 3)
-        parameter.ds_shape, parameter.ds_tensor = parameter.shape, torch.full((length,), value)
+def cut(network: Any, world: int, rank: int) -> Ranks:
+    """Give every parameter its shard of that rank, as ZeRO-3 cuts them: of one length, padded at the end."""
+    for parameter in network.parameters():
+        length = -(-parameter.numel() // world)
+        padding = (0, length * world - parameter.numel())
+        flat = torch.nn.functional.pad(parameter.detach().flatten(), padding, value=9.0)
+        parameter.ds_tensor, parameter.ds_shape = flat.split(length)[rank].clone(), parameter.shape
+    return Ranks(rank, world, torch.device("cpu"))
 
 
 def test_the_padding_of_a_shard_is_not_in_the_checksum() -> None:
     """DeepSpeed never sets it: two starts may find other bits there."""
     pupil = student(model())
-    cut_in_three(pupil, 1.0)
-    weights = Weights(pupil.model, Ranks(2, 3, torch.device("cpu")))
+    weights = Weights(pupil.model, cut(pupil, 3, 2))
     before, shard = weights.checksum(), next(p for p in pupil.parameters() if p.numel() == 8).ds_tensor
     shard[2] = 5.0
     assert weights.checksum() == before
@@ -138,17 +140,6 @@ def test_a_snapshot_of_a_device_shard_stays_on_the_device(dtype: torch.dtype, bi
     copied = copy_of(torch.empty(5, dtype=dtype, device="meta"))
     assert isinstance(copied, torch.Tensor)
     assert (copied.device.type, copied.dtype, tuple(copied.shape)) == ("meta", bits, (5,))
-
-
-def test_ranks_share_a_tensor_without_gaps() -> None:
-    """Slices as ZeRO-3 cuts them: shards of one length, padded at the end."""
-    pupil = student(model())
-    cut_in_three(pupil, 0.0)
-    parts = [Weights(pupil.model, Ranks(rank, 3, torch.device("cpu"))).slices for rank in range(3)]
-    for pieces in zip(*parts, strict=True):
-        ends = [piece.start + piece.count for piece in pieces]
-        assert [piece.start for piece in pieces] == [0, *ends[:-1]]
-        assert ends[-1] == int(np.prod(pieces[0].shape))
 
 
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
@@ -175,81 +166,27 @@ def test_adapters_alone_are_trained_and_published(tmp_path: Path) -> None:
 # --- checkpoint tensors as flat ranges of parameters --------------------------------------------------------
 
 
-EXPERTS = "model.layers.0.mlp.experts"
-
-
-def experts(kind: str = "Qwen3Moe", **more: Any) -> Any:
-    """Random weights of a model with three experts of 4 × 6."""
-    import transformers
-
-    size: dict[str, Any] = {"vocab_size": 12, "hidden_size": 6, "num_hidden_layers": 2, "head_dim": 4}
-    size |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
-    size |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "intermediate_size": 4}
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**(size | more))
-    return getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
-
-
-def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
-    return {name: shape_of(parameter) for name, parameter in model.named_parameters()}
-
-
-def test_fused_experts_are_flat_ranges_gate_before_up() -> None:
-    model = experts()
-    found = layout(model, shapes_of(model))
-    assert found[f"{EXPERTS}.gate_up_proj"][:3] == [
-        Piece(f"{EXPERTS}.0.gate_proj.weight", (4, 6), 0),
-        Piece(f"{EXPERTS}.0.up_proj.weight", (4, 6), 24),
-        Piece(f"{EXPERTS}.1.gate_proj.weight", (4, 6), 48),
-    ]
-    assert [piece.start for piece in found[f"{EXPERTS}.down_proj"]] == [0, 24, 48]
-    assert found["lm_head.weight"] == [Piece("lm_head.weight", (12, 6), 0)]
-
-
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_shards_of_fused_experts_are_the_bits_of_the_saved_folder(family: str, tmp_path: Path) -> None:
-    model = build(family).to(torch.bfloat16)
-    student, world = Student(model, HeadShape(31), 8), 3
-    whole = Weights(student.model, ALONE)
-    whole.save_folder(tmp_path / "out", NoTokenizer())
-    saved = bits(tensors(tmp_path / "out"))
-    assert fingerprint(tensors(tmp_path / "out")) == whole.fingerprint
-    assert whole.digests() == digests(tmp_path / "out")
-    partition(model, world)
+def test_shards_of_fused_experts_are_the_bits_of_the_saved_folder_which_transformers_saves_alike(
+    family: str, tmp_path: Path
+) -> None:
+    network, world = build(family).to(torch.bfloat16), 3
+    whole = Weights(Student(network, HeadShape(31), 8).model, ALONE)
+    whole.save_folder(tmp_path / "ours", NoTokenizer())
+    network.save_pretrained(tmp_path / "theirs")
+    assert whole.digests() == digests(tmp_path / "ours") == digests(tmp_path / "theirs")
+    if family in ("deepseek-v3", "glm4"):  # which is no parameter
+        assert "model.layers.1.mlp.gate.e_score_correction_bias" in whole.digests()
+    assert fingerprint(tensors(tmp_path / "ours")) == whole.fingerprint
+    saved = bits(tensors(tmp_path / "ours"))
     held = {name: np.zeros_like(array) for name, array in saved.items()}
     for rank in range(world):
-        for parameter in model.parameters():
-            parameter.ds_tensor = parameter.parts[rank]
-        weights = Weights(student.model, Ranks(rank, world, torch.device("cpu")))
+        weights = Weights(network, cut(network, world, rank))
         shards = weights.snapshot()
         for part in weights.slices:
             place(held[part.name], part, shards[part.name])
     assert saved.keys() == held.keys()
     assert all(np.array_equal(saved[name], held[name]) for name in saved)
-
-
-@pytest.mark.parametrize("family", PUBLISHED)
-def test_the_saved_folder_of_a_family_with_experts_is_what_transformers_saves(
-    family: str, tmp_path: Path
-) -> None:
-    """The correction of scores in a router too, which is no parameter."""
-    model = build(family)
-    weights = Weights(model, ALONE)
-    weights.save_folder(tmp_path / "ours", NoTokenizer())
-    model.save_pretrained(tmp_path / "theirs")
-    assert digests(tmp_path / "ours") == digests(tmp_path / "theirs")
-    assert digests(tmp_path / "ours") == weights.digests()
-    if family in ("deepseek-v3", "glm4"):
-        assert "model.layers.1.mlp.gate.e_score_correction_bias" in weights.digests()
-
-
-def partition(model: Any, world: int) -> None:
-    """Shards as ZeRO-3 cuts them: of one length, padded at the end."""
-    for parameter in model.parameters():
-        length = -(-parameter.numel() // world)
-        padding = (0, length * world - parameter.numel())
-        flat = torch.nn.functional.pad(parameter.detach().flatten(), padding, value=9.0)
-        parameter.parts, parameter.ds_shape = flat.split(length), parameter.shape
 
 
 def place(whole: np.ndarray, part: Slice, shard: np.ndarray) -> None:
@@ -262,14 +199,15 @@ def place(whole: np.ndarray, part: Slice, shard: np.ndarray) -> None:
 def test_a_checkpoint_tensor_that_is_no_flat_range_is_refused() -> None:
     from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
-    model, halves = experts("Qwen3", intermediate_size=8), ["mlp.left_proj.weight", "mlp.right_proj.weight"]
+    network, halves = model(), ["mlp.left_proj.weight", "mlp.right_proj.weight"]
     for source, how, why in (
         ("mlp.turned_proj.weight", Transpose(0, 1), r"turned_proj.weight is no flat range of .*up_proj"),
         (halves, Concatenate(dim=1), "no flat range"),
     ):
-        model._weight_conversions = [WeightConverter(source, "mlp.up_proj.weight", [how])]
+        network._weight_conversions = [WeightConverter(source, "mlp.up_proj.weight", [how])]
+        shapes = {name: shape_of(parameter) for name, parameter in network.named_parameters()}
         with pytest.raises(ConfigError, match=why):
-            layout(model, shapes_of(model))
+            layout(network, shapes)
 
 
 # --- the checksum: what it must tell apart, in host memory and, by block sums, on a GPU ---------------------

@@ -7,12 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from sync.base.errors import DataError, WireError
-from sync.vllm.completions import (
-    Completion,
-    generated,
-    prompt_problem,
-    ranks,
-)
+from sync.vllm.completions import Completion, generated, prompt_problem, ranks
 from sync.wire import (
     GeneratePrompt,
     GenerateRequest,
@@ -69,20 +64,14 @@ def test_spans_that_do_not_cover_every_token_once_are_told_and_refused(labels):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "says"),
-    [([], "no tokens"), ([10], "10"), ([3, -1], "-1"), ([1] * 5, "5 tokens"), ([0, 9, 1, 2], None)],
+    ("tokens", "routes_from", "says"),
+    [([], 0, "no tokens"), ([10], 0, "10"), ([3, -1], 0, "-1"), ([1] * 5, 0, "5 tokens")]
+    + [([1, 2], first, f"routes_from is {first} and the prompt has 2 tokens") for first in (-1, 2)]
+    + [([0, 9, 1, 2], first, None) for first in (0, 3)],
 )
-def test_prompts_that_cannot_be_completed_are_named(tokens, says):
-    problem = prompt_problem(GeneratePrompt("a", tokens), VOCABULARY, CONTEXT)
+def test_prompts_that_cannot_be_completed_are_named(tokens, routes_from, says):
+    problem = prompt_problem(GeneratePrompt("a", tokens, routes_from=routes_from), VOCABULARY, CONTEXT)
     assert problem is None if says is None else says in problem
-
-
-def test_routes_are_asked_for_from_a_position_of_the_prompt_on():
-    for first in range(3):
-        assert prompt_problem(GeneratePrompt("a", [1, 2, 3], routes_from=first), VOCABULARY, CONTEXT) is None
-    for first in (-1, 3):
-        problem = prompt_problem(GeneratePrompt("a", [1, 2, 3], routes_from=first), VOCABULARY, CONTEXT)
-        assert f"routes_from is {first} and the prompt has 3 tokens" in problem
 
 
 @pytest.mark.parametrize(

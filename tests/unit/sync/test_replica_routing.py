@@ -46,23 +46,6 @@ def test_a_prompt_in_chunks_and_its_completion_have_a_route_for_all_but_the_last
     assert len(engine.record._requests) == 1, "another request stays"
 
 
-def test_the_first_write_wins_when_the_engine_computes_the_same_tokens_again() -> None:
-    engine = Engine()
-    first = [engine.run("a", 0, 5, 6, 7), engine.run("a", 3, 1)]
-    engine.run("a", 0, 5, 6)
-    last = engine.run("a", 2, 7, 1, 2)
-    np.testing.assert_array_equal(engine.routes("a", 5, 6, 7, 1, 2, 3), np.concatenate([*first, last[2:]]))
-
-
-def test_a_token_that_the_engine_threw_away_takes_its_route_with_it() -> None:
-    engine = Engine()
-    kept = engine.run("a", 0, 5, 6)
-    engine.run("a", 2, 7)
-    engine.run("a", 3, 1)
-    new = [engine.run("a", 2, 8), engine.run("a", 3, 1)]
-    np.testing.assert_array_equal(engine.routes("a", 5, 6, 8, 1, 0), np.concatenate([kept, *new]))
-
-
 def test_routes_before_the_first_one_that_is_wanted_are_not_held() -> None:
     """A prompt of seven in three parts, the first four of them known; then again after a preemption."""
     engine = Engine()
@@ -147,16 +130,7 @@ def test_a_request_is_found_by_the_name_that_its_caller_gave_it() -> None:
     assert engine.record.named("p-1") == "p-1"
 
 
-@pytest.mark.parametrize(
-    ("shape", "size"),
-    [
-        (Routing(48, 8, 128), 384),  # Qwen3-30B-A3B
-        (Routing(94, 8, 128), 752),  # Qwen3-235B-A22B
-        (Routing(58, 8, 256), 464),  # DeepSeek-V3
-        (Routing(24, 4, 32), 96),  # gpt-oss-20b
-        (Routing(2, 2, 257), 16),
-    ],
-)
+@pytest.mark.parametrize(("shape", "size"), [(Routing(58, 8, 256), 464), (Routing(2, 2, 257), 16)])
 def test_a_token_takes_a_byte_an_expert_where_a_byte_can_name_it(shape: Routing, size: int) -> None:
     assert shape.bytes_per_token == size
     engine = Engine(shape)
