@@ -95,6 +95,14 @@ def answering(app: Any) -> Iterator[str]:
 
 
 @contextmanager
+def refusing() -> Iterator[str]:
+    """URL of a port that is taken and where nobody listens: connections are refused."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield "http://127.0.0.1:{1}".format(*held.getsockname())
+
+
+@contextmanager
 def silent() -> Iterator[str]:
     """URL of a server that accepts connections and sends nothing, as a stopped process does."""
     with socket.socket() as listener:

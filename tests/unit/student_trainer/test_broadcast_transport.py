@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from flat_tensors import buckets_of, plan_of
+from ports import refusing, silent
 from trainer_fakes import RecordedClient, RecordedLearner
 
 from student_trainer import controller_client as module
@@ -186,14 +186,11 @@ def test_a_version_that_the_store_did_not_take_goes_there_when_broadcast_again(s
 # --- a stop while the controller is gone -------------------------------------------------------------------
 
 
-@pytest.fixture(params=["refuses", "is silent"])
+@pytest.fixture(params=[refusing, silent])
 def gone(request: pytest.FixtureRequest) -> Iterator[str]:
     """URL of a controller whose process is gone, or hangs."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        if request.param == "is silent":
-            held.listen()
-        yield "http://127.0.0.1:{1}".format(*held.getsockname())
+    with request.param() as url:
+        yield url
 
 
 @pytest.fixture

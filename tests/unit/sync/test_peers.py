@@ -11,13 +11,13 @@ from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from ports import Handler, answering, refusing, served
 from prometheus_client import CollectorRegistry
 
 from sync.base.errors import WrongServer
 from sync.wire.peers import Answerer, Role, identify, wrong, wrong_among
 from sync.wire.server import application
 from teacher_service.client import TeacherClient
-from tests.support.ports import Handler, answering, served
 
 OPENAI = {"/health": {}, "/v1/models": {"object": "list", "data": [{"id": "m", "object": "model"}]}}
 VLLM = {"/v1/models": {"data": [{"id": "m", "owned_by": "vllm"}]}, "/version": {"version": "0.32.0"}}
@@ -88,10 +88,9 @@ async def test_what_speaks_no_http_is_said_to() -> None:
 
 
 async def test_nothing_is_said_of_a_port_where_nobody_listens_or_of_a_gateway() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closed = f"http://127.0.0.1:{server.getsockname()[1]}"
-    assert await identify(closed) is None
-    assert wrong_among([("teachers.t.urls", closed, Role.TEACHER)]) == []
+    with refusing() as url:
+        assert await identify(url) is None
+        assert wrong_among([("teachers.t.urls", url, Role.TEACHER)]) == []
 
 
 async def test_the_teachers_client_says_at_once_what_it_met() -> None:

@@ -35,9 +35,9 @@ def tokenizer(vocab: dict[str, int] = VOCAB, merges: list[tuple[str, str]] = MER
     return PreTrainedTokenizerFast(tokenizer_object=backend, **({"eos_token": "<eos>"} | kwargs))
 
 
-def test_the_same_tokenizer_has_the_same_fingerprint_whatever_its_padding() -> None:
+def test_the_same_tokenizer_has_the_same_fingerprint_whatever_its_padding_and_special_ids() -> None:
     one, other = tokenizer(), tokenizer(padding_side="left", pad_token="c", model_max_length=7)
-    assert fingerprint(one) == fingerprint(other)
+    assert fingerprint(one) == fingerprint(other) == fingerprint(tokenizer(eos_token="c", bos_token="a"))
     assert len(fingerprint(one)) == 64
     assert vocab_size(one) == 6
 
@@ -62,14 +62,6 @@ def test_what_makes_another_tokenizer_is_told_apart(other: Any, size: int, diffe
     assert differing_parts(fingerprint(tokenizer()), fingerprint(other)) == differ
 
 
-def test_names_of_special_ids_are_no_part_of_what_ids_mean_and_are_said() -> None:
-    other = tokenizer(eos_token="c", bos_token="a")
-    assert fingerprint(tokenizer()) == fingerprint(other)
-    known, (line,) = agree(tokenizer(), other)
-    assert known == 6
-    assert line.startswith("bos is none and 'a'")
-
-
 def test_ids_beyond_the_shared_ones_are_left_out_and_the_fingerprints_below_them_are_equal() -> None:
     more = with_tokens("new")
     for pair, side in (((tokenizer(), more), "teacher"), ((more, tokenizer()), "student")):
@@ -80,30 +72,32 @@ def test_ids_beyond_the_shared_ones_are_left_out_and_the_fingerprints_below_them
     assert fingerprint(more, 6) == fingerprint(tokenizer())
 
 
-def test_different_tokens_added_at_the_end_are_left_out_of_both() -> None:
-    known, (first, second) = agree(with_tokens("x"), with_tokens("y"))
-    assert known == 6
-    assert "'x' (6)" in first
-    assert "'y' (6)" in second
-
-
 def test_ids_that_mean_other_text_are_refused_with_the_first_of_them() -> None:
     with pytest.raises(DataError, match=r"2 of 6 token ids .*: 1 is 'a' and 'b', 2 is 'b' and 'a'"):
         agree(tokenizer(), tokenizer(VOCAB | {"a": 2, "b": 1}))
 
 
-def test_a_reserved_id_that_a_later_model_named_is_the_same_id() -> None:
-    old = tokenizer(VOCAB | {"<|reserved_special_token_0|>": 6, "<|eot|>": 7})
-    new = tokenizer(VOCAB | {"<|pad|>": 6, "<|eot|>": 7})
-    known, (line,) = agree(old, new)
-    assert known == 8
-    assert line.startswith("6 is '<|reserved_special_token_0|>' and '<|pad|>'")
-
-
-def test_other_rules_of_cutting_text_are_said() -> None:
-    known, (line,) = agree(tokenizer(), tokenizer(merges=MERGES[::-1]))
-    assert known == 6
-    assert line.startswith("merges, normalizer or pre-tokenizer differ")
+@pytest.mark.parametrize(
+    ("one", "other", "known", "said"),
+    [
+        (tokenizer(), tokenizer(eos_token="c", bos_token="a"), 6, ["bos is none and 'a'"]),
+        (with_tokens("x"), with_tokens("y"), 6, ["'x' (6)", "'y' (6)"]),
+        (
+            tokenizer(VOCAB | {"<|reserved_special_token_0|>": 6, "<|eot|>": 7}),
+            tokenizer(VOCAB | {"<|pad|>": 6, "<|eot|>": 7}),
+            8,
+            ["6 is '<|reserved_special_token_0|>' and '<|pad|>'"],
+        ),
+        (tokenizer(), tokenizer(merges=MERGES[::-1]), 6, ["merges, normalizer or pre-tokenizer differ"]),
+    ],
+    ids=["names of special ids", "tokens at the end", "a reserved id that was named later", "other merges"],
+)
+def test_what_two_tokenizers_that_agree_differ_in_is_said(
+    one: Any, other: Any, known: int, said: list[str]
+) -> None:
+    shared, lines = agree(one, other)
+    assert shared == known
+    assert all(words in line for line, words in zip(lines, said, strict=True))
 
 
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -212,16 +212,6 @@ async def test_a_stream_that_ends_inside_a_frame_is_a_loss() -> None:
             await anext(frames)
 
 
-def test_the_blocking_client_retries_and_refuses_alike() -> None:
-    scripted = Scripted(refuse(503, "starting"), refuse(422, "no"))
-    with answering(scripted.app) as url:
-        peer = BlockingPeer(url, "secret")
-        with pytest.raises(RemoteError, match="422: no"):
-            peer.call("/x", REQUEST, Ok)
-        assert peer.call("/x", REQUEST, Ok) == Ok()
-    assert scripted.calls == 3
-
-
 def test_threads_that_call_at_once_share_one_event_loop_and_its_connections() -> None:
     scripted = Scripted()
     gc.collect()  # what was used in the loop until now
@@ -304,7 +294,7 @@ async def test_a_peer_that_answers_byte_by_byte_is_given_up_in_time_and_a_long_a
     async def long_and_late() -> AsyncIterator[bytes]:
         yield bytes(64 * SLOWEST)
         for _ in range(3):
-            await asyncio.sleep(3.0)
+            await asyncio.sleep(0.3)
             yield b"x"
 
     drops = [StreamingResponse(drip(), status) for status in (200, 400)]
@@ -313,7 +303,7 @@ async def test_a_peer_that_answers_byte_by_byte_is_given_up_in_time_and_a_long_a
             await peer.call("/x", REQUEST, Ok, timeout=0.6)
         with pytest.raises(Unreachable, match="TimeoutError"):
             await peer.once("/x", None, 0.6)
-        assert len(await peer.once("/x", None, 8.0)) == 64 * SLOWEST + 3
+        assert len(await peer.once("/x", None, 0.8)) == 64 * SLOWEST + 3
 
 
 async def test_a_body_beyond_the_limit_is_refused() -> None:

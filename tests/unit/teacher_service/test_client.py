@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from ports import free_port, silent
+from ports import free_port, refusing, silent
 from scored_sequences import TABLE, V, right, sequences
 from served_teacher import serving
 from table_engine import GatedEngine
@@ -32,11 +32,12 @@ async def test_what_a_teacher_did_is_counted_and_a_refused_sequence_costs_no_oth
 
 async def test_a_process_that_is_gone_is_reported_at_once_and_left_to_the_others() -> None:
     engine = GatedEngine(TABLE)
-    async with serving(engine) as url, TeacherClient("t", [f"http://127.0.0.1:{free_port()}", url]) as client:
-        with pytest.raises(Unreachable):
-            await client.score(sequences(1))
-        assert client.pause == 0.0, "the other may be asked"
-        assert (await client.score(sequences(1))).server == url
+    with refusing() as gone:
+        async with serving(engine) as url, TeacherClient("t", [gone, url]) as client:
+            with pytest.raises(Unreachable):
+                await client.score(sequences(1))
+            assert client.pause == 0.0, "the other may be asked"
+            assert (await client.score(sequences(1))).server == url
     assert engine.sequences == 1
 
 

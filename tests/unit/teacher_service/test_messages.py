@@ -29,14 +29,10 @@ def ids(*values: int) -> Array:
     return pack(np.array(values, np.int32))
 
 
-def test_a_good_sequence_keeps_its_ids_and_first_position() -> None:
-    item = admit(GOOD, Want(), INFO)
-    assert (item.token_ids_L.tolist(), item.first, item.positions) == ([1, 2, 3, 4], 2, 2)
-
-
-def test_prompt_positions_are_scored_from_the_second_token_on() -> None:
-    item = admit(GOOD, Want(prompt=True), INFO)
-    assert (item.first, item.positions) == (1, 3)
+def test_a_good_sequence_keeps_its_ids_and_is_scored_from_its_start_or_its_second_token_on() -> None:
+    for prompt, first in ((False, 2), (True, 1)):
+        item = admit(GOOD, Want(prompt=prompt), INFO)
+        assert (item.token_ids_L.tolist(), item.first, item.positions) == ([1, 2, 3, 4], first, 4 - first)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from teacher_service.engines.transformers import (
     check_fits,
     inverse,
     load,
-    padded_ids,
     rectangles,
 )
 
@@ -86,6 +85,7 @@ def check_against_plain(
 ) -> None:
     items = random_items(1, LENGTHS, k=3)
     scores = engine.score(items, EVERYTHING._replace(temperature=temperature))
+    assert engine.engine_info.vocab_size == VOCAB < PADDED
     logp_CV = np.concatenate([plain_logprobs(model, item, temperature) for item in items])
     targets_C = np.concatenate([item.token_ids_L[item.first :] for item in items])
     wanted_CK = np.concatenate([item.gather_ids_TK for item in items if item.gather_ids_TK is not None])
@@ -133,15 +133,6 @@ def test_no_more_than_a_chunk_of_logits_exists_at_once(qwen: Any, monkeypatch: p
     engine.score(items, EVERYTHING._replace(gather=0))
     positions = sum(item.positions for item in items)
     assert rows == [7] * (positions // 7) + [positions % 7] * (positions % 7 > 0)
-
-
-def test_rows_beyond_the_tokenizer_get_no_probability(qwen: Any) -> None:
-    engine = TransformersEngine(qwen, VOCAB)
-    scores = engine.score(random_items(3, LENGTHS), ScoreOptions(topk=VOCAB))
-    assert scores.topk_ids_CK.max() == VOCAB - 1
-    close(np.exp(scores.topk_logprob_CK).sum(1), np.ones(len(scores.logprob_C)))
-    assert engine.head().weight.shape == (VOCAB, 32)
-    assert engine.engine_info.vocab_size == VOCAB < PADDED
 
 
 def small(kind: str, more: dict[str, Any], seed: int = 1) -> Any:
@@ -305,11 +296,6 @@ def test_every_sequence_lies_in_one_rectangle_within_budget_and_padding(
         assert width == sizes[rows[0]]
         assert len(rows) == 1 or width * len(rows) <= budget
         assert sum(width - sizes[row] for row in rows) <= overhead
-
-
-def test_ids_are_padded_on_the_right() -> None:
-    items = [Item(np.arange(5, dtype=np.int32), 2), Item(np.arange(10, 13, dtype=np.int32), 1)]
-    assert padded_ids(items).tolist() == [[0, 1, 2, 3, 4], [10, 11, 12, 0, 0]]
 
 
 # --- the head that is read from a checkpoint without its layers ---------------------------------------------
