@@ -32,16 +32,11 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_bytes_of_any_length_reach_every_rank(tmp_path: Path, size: int) -> None:
-    lines = [
-        [sys.executable, "-c", RANK, str(rank), str(size), str(tmp_path / "meet")] for rank in range(size)
-    ]
+def test_bytes_of_any_length_reach_every_rank(tmp_path: Path) -> None:
+    lines = [[sys.executable, "-c", RANK, rank, "2", str(tmp_path / "meet")] for rank in "01"]
     started = [subprocess.Popen(line, stdout=subprocess.PIPE) for line in lines]
     told = [json.loads(process.communicate(timeout=600)[0]) for process in started]
-    lengths = ([0, 1], [0, 0], [3, 2])
-    expected = [[(bytes([7 + rank]) * part[rank]).hex() for rank in range(size)] for part in lengths]
-    assert told == [expected] * size
+    assert told == [[["", "08"], ["", ""], ["070707", "0808"]]] * 2
 
 
 def test_a_single_rank_needs_no_group() -> None:

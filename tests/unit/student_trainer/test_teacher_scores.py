@@ -20,32 +20,19 @@ HERE, THERE = "http://here:1", "http://there:2"
 WANT = Want(topk=2, entropy=True, hidden=True)
 
 
-def scores(sequence: ScoreSequence, marker: float = 0.0) -> Scored:
-    """Log-probabilities that name the token and the server that gave them."""
-    tokens = unpack(sequence.token_ids)[sequence.start :]
+def scores(sequence: ScoreSequence, marker: float = 0.0, at: slice = slice(None)) -> Scored:
+    """Log-probabilities that name the token and the server that gave them; `at`: of some positions alone."""
+    every = unpack(sequence.token_ids)[sequence.start :]
+    tokens, entropy = every[at], np.arange(len(every), dtype="f4")[at]
     count = len(tokens)
-    logprob = (-tokens - marker).astype("f4")
     return Scored(
         sequence.id,
-        pack(logprob),
+        pack((-tokens - marker).astype("f4")),
         topk_ids=pack(np.tile(np.arange(2, dtype="i4"), (count, 1))),
         topk_logprob=pack(np.full((count, 2), -9.0, "f2")),
-        entropy=pack(np.arange(count, dtype="f4")),
+        entropy=pack(entropy),
         hidden=Array("bf16", (count, 3), np.repeat(tokens.astype("<u2"), 3).tobytes()),
     )
-
-
-def halves(scored: Scored) -> list[Scored]:
-    """A Scored of the first two positions, and one of the others, if there are others."""
-    names = [name for name in scored.__struct_fields__ if isinstance(getattr(scored, name), Array)]
-    first = {name: getattr(scored, name).cut(2) for name in names}
-    rest = {}
-    for name, part in first.items():
-        whole = getattr(scored, name)
-        size = len(part.data)
-        rest[name] = Array(whole.dtype, (whole.shape[0] - part.shape[0], *whole.shape[1:]), whole.data[size:])
-    parts = [replace(scored, **arrays) for arrays in (first, rest)]
-    return parts if parts[1].logprob.data else parts[:1]
 
 
 class Teacher:
@@ -60,8 +47,9 @@ class Teacher:
         self.make = scores
 
     def keep(self, sequence: ScoreSequence, url: str = HERE) -> Kept:
-        whole, key = scores(sequence), f"b0-{len(self.kept)}"
-        body = b"".join(wire.frame(ScoreReply(results=[part])) for part in halves(whole))
+        """In frames of the first two positions and of the others, if there are others."""
+        key, parts = f"b0-{len(self.kept)}", [scores(sequence, at=at) for at in (slice(2), slice(2, None))]
+        body = b"".join(wire.frame(ScoreReply(results=[part])) for part in parts if part.logprob.data)
         self.kept[url, key] = body
         return Kept(url, key, len(body), blake3(body).digest(wire.DIGEST_BYTES))
 
@@ -169,7 +157,7 @@ def test_too_few_positions_are_scored_again() -> None:
     teacher = Teacher()
     given = batch(teacher, 5)
     (place,) = teacher.kept
-    first, _ = halves(scores(ScoreSequence.of("r0", ids([1]), ids([2, 3, 4]))))
+    first = scores(ScoreSequence.of("r0", ids([1]), ids([2, 3, 4])), at=slice(2))
     short = wire.frame(ScoreReply(results=[first]))
     kept = [Kept(HERE, place[1], len(short), blake3(short).digest(wire.DIGEST_BYTES))]
     teacher.kept[place] = short

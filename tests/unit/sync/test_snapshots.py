@@ -201,27 +201,18 @@ def test_codec_auto_is_small_while_the_store_is_slow_and_says_so_once(
         follow(mirror, v(3), trainer)
 
 
-def test_a_replica_downloads_each_delta_once_although_it_has_two_slots(
+def test_of_two_slots_the_live_one_stays_until_the_other_is_promoted_and_each_delta_is_read_once(
     store: MemoryStore, trainer: Trainer, mirror: Mirror
 ) -> None:
     follow(mirror, v(0))
     for step in range(1, 5):
-        report = trainer.next(v(step))
+        before, report = trainer.digests(), trainer.next(v(step))
         staged = mirror.stage(v(step))
         assert staged.bytes_read == report.bytes == read_manifest(store, RUN, v(step)).bytes
+        assert (mirror.version, digests(mirror.path or Path())) == (v(step - 1), before)
+        assert digests(staged.path) == trainer.digests()
         mirror.promote(staged.version)
-
-
-def test_staging_leaves_the_live_slot_alone_until_it_is_promoted(trainer: Trainer, mirror: Mirror) -> None:
-    follow(mirror, v(0))
-    before = trainer.digests()
-    trainer.next(v(1))
-    staged = mirror.stage(v(1))
-    assert mirror.version == v(0)
-    assert digests(mirror.path or Path()) == before
-    assert digests(staged.path) == trainer.digests()
-    mirror.promote(staged.version)
-    assert (mirror.version, mirror.path) == (v(1), staged.path)
+        assert (mirror.version, mirror.path) == (v(step), staged.path)
 
 
 def test_a_promotion_that_the_disk_refuses_changes_nothing_and_may_be_repeated(

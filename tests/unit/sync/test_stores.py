@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import threading
 import time
 from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import bucket_server
+import httpx
 import httpx2
 import msgspec
 import pytest
 import s3_server
-from fault_proxy import Proxy, proxy
 from memory_store import MemoryStore
+from ports import Handler, served
 
 from sync.base.errors import AlreadyPublished, StoreError
 from sync.base.settings import BucketStoreConfig, DirectoryStoreConfig, ObjectStoreConfig, XetStoreConfig
@@ -200,10 +203,73 @@ def test_a_directory_store_without_a_path_uses_the_default(tmp_path: Path) -> No
 # --- each kind on its own ---------------------------------------------------------------------------------
 
 
+Fault = Literal["503", "drop", "lost", "cut"]
+HOP_BY_HOP = {"connection", "transfer-encoding", "content-length", "content-encoding", "keep-alive"}
+
+
+class Proxy(ThreadingHTTPServer):
+    """An HTTP proxy in front of one server: `fail` arranges faults, `hits` counts those that happened."""
+
+    def __init__(self, upstream: str) -> None:
+        super().__init__(("127.0.0.1", 0), Between)
+        self.upstream, self.base = upstream, f"http://127.0.0.1:{self.server_port}"
+        self.client = httpx.Client(trust_env=False, timeout=30)
+        self.hits, self.lock, self.faults = 0, threading.Lock(), list[tuple[str, Fault]]()
+
+    def server_close(self) -> None:
+        super().server_close()
+        self.client.close()
+
+    def fail(self, pattern: str, kind: Fault, times: int = 1) -> None:
+        """The next `times` requests whose "METHOD path" matches go wrong.
+
+        503: refused, not forwarded. drop: closed, not forwarded. lost: forwarded, closed without an answer.
+        cut: half of the answer, then closed.
+        """
+        self.faults += [(pattern, kind)] * times
+
+    def fault(self, line: str) -> Fault | None:
+        with self.lock:
+            for fault in self.faults:
+                if re.search(fault[0], line):
+                    self.faults.remove(fault)
+                    self.hits += 1
+                    return fault[1]
+        return None
+
+
+class Between(Handler):
+    server: Proxy
+
+    def handle_any(self) -> None:
+        body = self.body()
+        fault = self.server.fault(f"{self.command} {self.path}")
+        self.close_connection = fault is not None
+        if fault == "drop":
+            return
+        if fault == "503":
+            self.answer(503, b"busy")
+            return
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_BY_HOP}
+        to = self.server.upstream + self.path
+        upstream = self.server.client.request(self.command, to, headers=headers, content=body)
+        if fault == "lost":
+            return
+        ours = HOP_BY_HOP | {"date", "server"}
+        answered = {name: value for name, value in upstream.headers.items() if name.lower() not in ours}
+        length = len(upstream.content)
+        if self.command == "HEAD":
+            length = int(upstream.headers.get("content-length", 0))
+        body = upstream.content[: length // 2] if fault == "cut" else upstream.content
+        self.answer(upstream.status_code, body, {**answered, "content-length": str(length)})
+
+    do_GET = do_POST = do_HEAD = do_PUT = do_DELETE = handle_any
+
+
 @pytest.fixture
 def faulty_bucket(hub: bucket_server.Hub) -> Iterator[tuple[Store, Proxy]]:
     direct = hub.base
-    with proxy(direct) as between:
+    with served(Proxy(direct)) as between:
         hub.base = between.base
         yield BucketStore("acme/faulty", uuid4().hex, endpoint=between.base, token="t"), between
         hub.base = direct
@@ -211,7 +277,7 @@ def faulty_bucket(hub: bucket_server.Hub) -> Iterator[tuple[Store, Proxy]]:
 
 @pytest.fixture
 def faulty_object(s3: str) -> Iterator[tuple[Store, Proxy]]:
-    with proxy(s3) as between:
+    with served(Proxy(s3)) as between:
         yield ObjectStore(f"s3://bucket/{uuid4().hex}", options(between.base)), between
 
 

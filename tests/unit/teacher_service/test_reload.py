@@ -1,4 +1,4 @@
-"""An engine that is loaded when work comes, and released when none does."""
+"""Engines that are loaded again while they serve: when work comes, and for a version of the student."""
 
 from __future__ import annotations
 
@@ -7,23 +7,64 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from counted_loads import Loads
 from table_engine import TableEngine, random_table
 from waiting import until
 
-from sync.base.errors import ConfigError, Unreachable
+from sync.base.errors import ConfigError, StoreError, Unreachable
+from sync.wire import Version
 from teacher_service.batching import Batcher, Metrics, Outcome, Work
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import base, build, reload
-from teacher_service.engines.reload import GpuSlot, GpuSlotsConfig, IdleUnloadEngine
+from teacher_service.engines.reload import FollowingEngine, GpuSlot, GpuSlotsConfig, IdleUnloadEngine
 
 ITEM = base.Item(np.array([1, 2, 3], np.int32), 1)
+
+
+class Loads:
+    """Loads table teachers whose scores depend on the folder, named after a number, and counts."""
+
+    def __init__(self) -> None:
+        self.folders: list[str | None] = []
+        self.closed = 0
+
+    @property
+    def loaded(self) -> int:
+        return len(self.folders)
+
+    def __call__(self, folder: Path | None = None) -> TableEngine:
+        self.folders.append(None if folder is None else folder.name)
+        loads = self
+
+        class Counted(TableEngine):
+            def close(self) -> None:
+                loads.closed += 1
+
+        return Counted(random_table(11, seed=0 if folder is None else int(folder.name)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"engine": "vllm", "engine_url": "http://x", "idle_unload_seconds": 5}, "idle_unload_seconds"),
+        ({"engine": "vllm", "follow_student_every": 2}, "follow_student_every = 2 and .* need engine"),
+        ({"idle_unload_seconds": 5, "follow_student_every": 2}, "follow_student_every = 2 and .* need"),
+    ],
+)
+def test_only_engines_that_can_be_loaded_again_may_be_unloaded_or_follow(
+    wrong: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        build(TeacherConfig.model_validate({"path": "m", **wrong}), 10)
+
+
+# --- unloaded without work, or for another teacher ----------------------------------------------------------
 
 
 def with_slot(loads: Loads, folder: Path, slots: int = 1) -> IdleUnloadEngine:
@@ -34,7 +75,7 @@ def slot_in(folder: Path, slots: int = 1) -> GpuSlot:
     return GpuSlot(GpuSlotsConfig(folder=folder, slots=slots))
 
 
-def score(engine: IdleUnloadEngine) -> list[float]:
+def score(engine: base.Engine) -> list[float]:
     return engine.score([ITEM], base.ScoreOptions()).logprob_C.tolist()
 
 
@@ -96,12 +137,6 @@ def test_a_batch_that_takes_longer_than_the_limit_is_work(monkeypatch: pytest.Mo
         tended.result(60)
     assert (loads.loaded, loads.closed) == (1, 0)
     engine.close()
-
-
-def test_only_engines_that_can_be_loaded_again_may_be_unloaded() -> None:
-    config = TeacherConfig(path="m", engine="vllm", engine_url="http://x", idle_unload_seconds=5)
-    with pytest.raises(ConfigError, match="idle_unload_seconds"):
-        build(config, 10)
 
 
 def test_the_teacher_that_was_used_the_longest_time_ago_makes_room(tmp_path: Path) -> None:
@@ -256,3 +291,75 @@ def test_a_load_that_fails_gives_its_slot_back(tmp_path: Path) -> None:
     other.take()
     assert other._taken
     other.leave()
+
+
+# --- a self-teacher that follows the published versions -----------------------------------------------------
+
+
+class Store:
+    """Versions protocol: what is newest is set by hand; folders are named after versions."""
+
+    def __init__(self) -> None:
+        self.version: Version | None = None
+        self.broken = False
+        self.looks = 0
+
+    def newest(self) -> Version | None:
+        self.looks += 1
+        return self.version
+
+    def folder(self, version: Version) -> Path:
+        if self.broken:
+            raise StoreError("the store is gone")
+        return Path(str(version.step))
+
+
+def another_look(store: Store) -> None:
+    seen = store.looks
+    until(lambda: store.looks >= seen + 2)
+
+
+def test_every_second_version_is_taken_over_and_the_old_engine_closed() -> None:
+    store, loads = Store(), Loads()
+    with closing(FollowingEngine(loads, store, 2, poll_seconds=0.005)) as engine:
+        for step, held in ((0, None), (1, None), (2, 2), (3, 2), (4, 4)):
+            store.version = Version(0, step)
+            another_look(store)
+            assert (engine.version and engine.version.step) == held
+            assert score(engine) == score(TableEngine(random_table(11, seed=held or 0)))
+        assert loads.folders == [None, "2", "4"]
+        assert loads.closed == 2
+        assert engine.head() is None
+        assert engine.engine_info.can == ("topk", "gather", "entropy", "prompt", "generate", "temperature")
+    assert loads.closed == 3
+
+
+def test_a_trainer_that_went_back_is_followed_at_once() -> None:
+    store = Store()
+    with closing(FollowingEngine(Loads(), store, 4, poll_seconds=0.005)) as engine:
+        store.version = Version(0, 8)
+        until(lambda: engine.version == Version(0, 8))
+        store.version = Version(1, 6)
+        until(lambda: engine.version == Version(1, 6))
+
+
+def test_a_version_that_cannot_be_had_or_loaded_is_said_and_tried_again_while_the_old_one_serves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also when it is no error of ours: a full disk, a device without room for two models."""
+    store, loads, problems = Store(), Loads(), [OSError("disk full"), RuntimeError("out of memory")]
+
+    def load(folder: Path | None) -> TableEngine:
+        if folder is not None and problems:
+            raise problems.pop(0)
+        return loads(folder)
+
+    with closing(FollowingEngine(load, store, 1, poll_seconds=0.005)) as engine:
+        store.broken, store.version = True, Version(0, 1)
+        another_look(store)
+        assert engine.version is None
+        store.broken = False
+        until(lambda: engine.version == Version(0, 1))
+    for problem in ("the store is gone", "disk full"):
+        assert f"the model stays as it is: {problem}" in caplog.text
+    assert "out of memory" in caplog.text
