@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import httpx
 
 S = TypeVar("S", bound=ThreadingHTTPServer)
+PATIENCE = 600
+"""Seconds of a client for an answer, and of a server for the next request: a busy machine breaks no rule."""
 _BELOW_EPHEMERAL = range(15_000, 32_000)
 """No outgoing connection is given one of these, so a port that was free stays free until its server binds."""
 
@@ -65,6 +67,13 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
+def client(**options: Any) -> Any:
+    """An httpx.AsyncClient that is patient and asks no proxy."""
+    import httpx
+
+    return httpx.AsyncClient(timeout=PATIENCE, trust_env=False, **options)
+
+
 @contextmanager
 def served(server: S) -> Iterator[S]:
     """The server, answering in a thread while inside."""
@@ -84,7 +93,8 @@ def answering(app: Any) -> Iterator[str]:
     import uvicorn
 
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        running = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none"))
+        config = uvicorn.Config(app, log_level="error", ws="none", timeout_keep_alive=PATIENCE)
+        running = uvicorn.Server(config)
         thread = threading.Thread(target=running.run, args=([bound],))
         thread.start()
         try:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import httpx
 import pytest
-from ports import answering
+from ports import PATIENCE, answering, client
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -108,7 +108,7 @@ async def test_a_teacher_that_answers_with_another_model_is_refused() -> None:
             with pytest.raises(WrongServer, match="with model the new one, and the old one was checked"):
                 await peer.call("/use", BODY, Ok)
             assert await ask(url, OLD) == Ok()  # it may serve many runs
-        async with httpx.AsyncClient(base_url=url, trust_env=False) as plain:
+        async with client(base_url=url) as plain:
             answer = await plain.get("/health")
         assert answer.headers[MODEL_HEADER] == "the new one"
 
@@ -116,7 +116,7 @@ async def test_a_teacher_that_answers_with_another_model_is_refused() -> None:
 @pytest.mark.parametrize("header", ["", "toy", "{}", '{"name": 1}'])
 def test_a_header_that_names_no_run_is_a_bad_request(header: str) -> None:
     with server(Claim(OLD)) as url:
-        answer = httpx.get(f"{url}/look", headers={RUN_HEADER: header}, trust_env=False)
+        answer = httpx.get(f"{url}/look", headers={RUN_HEADER: header}, trust_env=False, timeout=PATIENCE)
         assert answer.status_code == 400
         assert "names no run" in answer.json()["error"]
     with pytest.raises(WireError, match="names no run"):

@@ -21,7 +21,7 @@ import msgspec
 import pytest
 import s3_server
 from memory_store import MemoryStore
-from ports import Handler, served
+from ports import PATIENCE, Handler, served
 
 from sync.base.errors import AlreadyPublished, StoreError
 from sync.base.settings import BucketStoreConfig, DirectoryStoreConfig, ObjectStoreConfig, XetStoreConfig
@@ -213,7 +213,7 @@ class Proxy(ThreadingHTTPServer):
     def __init__(self, upstream: str) -> None:
         super().__init__(("127.0.0.1", 0), Between)
         self.upstream, self.base = upstream, f"http://127.0.0.1:{self.server_port}"
-        self.client = httpx.Client(trust_env=False, timeout=30)
+        self.client = httpx.Client(trust_env=False, timeout=PATIENCE)
         self.hits, self.lock, self.faults = 0, threading.Lock(), list[tuple[str, Fault]]()
 
     def server_close(self) -> None:

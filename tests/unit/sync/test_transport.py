@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 from ports import answering, silent
+from ports import client as plain
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -122,15 +123,15 @@ async def test_what_a_page_in_a_browser_sends_to_loopback_is_refused(
     headers: dict[str, str], status: int
 ) -> None:
     with answering(Scripted().app) as url:
-        async with httpx.AsyncClient(trust_env=False, headers={"authorization": "Bearer secret"}) as client:
+        async with plain(headers={"authorization": "Bearer secret"}) as http:
             for path in ("/x", "/health"):
-                assert (await client.get(url + path, headers=headers)).status_code == status
+                assert (await http.get(url + path, headers=headers)).status_code == status
 
 
 async def test_a_server_for_other_machines_goes_by_any_name() -> None:
     app = Scripted().app
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://10.0.0.1") as client:
-        assert (await client.get("/health", headers={"host": "node-1"})).status_code == 200
+    async with plain(transport=httpx.ASGITransport(app), base_url="http://10.0.0.1") as http:
+        assert (await http.get("/health", headers={"host": "node-1"})).status_code == 200
 
 
 async def test_a_full_peer_is_asked_again_when_it_said() -> None:
@@ -308,7 +309,7 @@ async def test_a_peer_that_answers_byte_by_byte_is_given_up_in_time_and_a_long_a
 
 async def test_a_body_beyond_the_limit_is_refused() -> None:
     with answering(Scripted().app) as url:
-        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
+        async with plain(headers={"authorization": "Bearer secret"}) as http:
             answer = await http.post(url + "/x", content=encode(REQUEST) + b"\0" * 200)
     assert answer.status_code == 413
     assert "longer than 100 bytes" in answer.json()["error"]

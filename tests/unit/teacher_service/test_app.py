@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
+from ports import client
 from served_teacher import serving
 from starlette.requests import Request
 from starlette.types import Message
@@ -68,13 +68,6 @@ async def test_every_score_equals_the_table() -> None:
     np.testing.assert_allclose(unpack(scores.hidden) @ unpack(head.weight).T, rows, atol=1e-6)
 
 
-async def test_prompt_positions_come_only_when_asked_for() -> None:
-    async with serving(TableEngine(TABLE)) as url, Peer(url) as peer:
-        for prompt, expected in ((False, [TABLE[2, 3]]), (True, [TABLE[1, 2], TABLE[2, 3]])):
-            (scores,) = await score(peer, sequence([1, 2, 3], 2), prompt=prompt)
-            np.testing.assert_array_equal(unpack(scores.logprob), expected)
-
-
 async def test_bad_sequences_are_refused_one_by_one_in_the_order_asked() -> None:
     unknown, good, long = sequence([1, 99]), sequence([1, 2, 3]), sequence([1] * 65)
     async with serving(TableEngine(TABLE, max_length=64)) as url, Peer(url) as peer:
@@ -89,7 +82,7 @@ async def test_bad_sequences_are_refused_one_by_one_in_the_order_asked() -> None
 async def test_a_full_teacher_answers_429_with_retry_after() -> None:
     engine, asked = GatedEngine(TABLE, 64), sequence([1] * 20)
     body = wire.encode(ScoreRequest(sequences=[asked]))
-    async with serving(engine, queue_tokens=30) as url, Peer(url) as peer, httpx.AsyncClient() as http:
+    async with serving(engine, queue_tokens=30) as url, Peer(url) as peer, client() as http:
         first = await busy(peer, engine, asked)
         refusal = await http.post(f"{url}/v1/score", content=body)
         assert refusal.status_code == 429
@@ -143,7 +136,7 @@ async def test_work_of_a_caller_that_left_is_not_done() -> None:
 
 async def held_tokens(url: str, expected: int) -> None:
     """Wait until the service's metrics show so many held tokens."""
-    async with httpx.AsyncClient() as http:
+    async with client() as http:
         for _ in range(500):
             if f"distill_teacher_held_tokens {float(expected)}" in (await http.get(f"{url}/metrics")).text:
                 return
@@ -152,7 +145,7 @@ async def held_tokens(url: str, expected: int) -> None:
 
 
 async def test_every_route_but_health_needs_the_token() -> None:
-    async with serving(TableEngine(TABLE), token="secret") as url, httpx.AsyncClient() as http:
+    async with serving(TableEngine(TABLE), token="secret") as url, client() as http:
         assert (await http.get(f"{url}/health")).status_code == 200
         assert (await http.get(f"{url}/v1/info")).status_code == 401
         async with Peer(url, "secret") as peer:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fuzz import fuzz
 from msgspec.structs import replace
+from ports import client
 from served_teacher import serving
 from table_engine import TableEngine, random_table
 
@@ -29,7 +30,7 @@ async def url() -> AsyncIterator[str]:
 
 
 async def generated(url: str, request: TeacherGenerateRequest) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+    async with client(base_url=url) as http:
         return await http.post("/v1/generate", content=encode(request))
 
 

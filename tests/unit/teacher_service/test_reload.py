@@ -101,16 +101,6 @@ def test_it_is_unloaded_without_work_and_gives_the_same_scores_when_loaded_again
     assert loads.closed == 2
 
 
-def test_work_keeps_it_loaded() -> None:
-    loads = Loads()
-    engine = IdleUnloadEngine(loads, 60)
-    for _ in range(3):
-        score(engine)
-    assert engine.head() is not None
-    assert (loads.loaded, loads.closed) == (1, 0)
-    engine.close()
-
-
 def test_a_batch_that_takes_longer_than_the_limit_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     loads, asked = Loads(), threading.Event()
     engine = IdleUnloadEngine(loads, 60)
