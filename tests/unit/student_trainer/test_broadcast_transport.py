@@ -211,6 +211,13 @@ def test_after_a_stop_the_receivers_are_not_waited_for(stopped: ControllerClient
         stopped.audience(published)
 
 
+def test_a_stop_ends_a_broadcast_under_way(
+    sender: BroadcastSender, stopped: ControllerClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    settled(Publishing(BroadcastTransport(sender, TwoTensors(), stopped).stage), Version(0, 3))
+    assert "L000-v00000003 was not published (1 of 3)" in caplog.text
+
+
 # --- buckets put together on rank 0 from what two processes hold --------------------------------------------
 
 

@@ -16,6 +16,7 @@ from table_engine import TableEngine, random_table
 
 from sync import wire
 from sync.wire import Array, ScoreRequest, TeacherGenerateRequest, TeacherPrompt, encode, pack
+from teacher_service import messages
 
 V = 11
 IDS = pack(np.array([1, 2, 3], np.int32))
@@ -42,6 +43,16 @@ async def test_malformed_requests_of_each_route_are_refused_with_a_reason(
     assert unexplained == []
     assert statuses[400] > 150
     assert statuses[422] > 20
+
+
+async def test_a_route_that_breaks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(messages, "read_generate", careless)
+    async with serving(TableEngine(random_table(V), max_length=64)) as url:
+        with pytest.raises(AssertionError):
+            await fuzz(url, 20, GOOD)
 
 
 @pytest.mark.parametrize(
