@@ -13,6 +13,7 @@ from student_trainer import head as head_module
 from student_trainer.head import Loss, _add_product, chunked_loss
 from student_trainer.objectives.config import Sampled, StudentTopK, TaskReward, TopK
 from student_trainer.objectives.divergences import Targets, full
+from student_trainer.objectives.token_statistics import STATS
 from student_trainer.step import loss_of
 from sync.wire.head import HeadShape, OutputHead
 
@@ -137,7 +138,7 @@ def test_a_bf16_head_sums_in_fp32() -> None:
 @pytest.mark.parametrize(
     "objective",
     [Sampled(), TopK(k=3), StudentTopK(k=3, task=TaskReward(clip=(0.2, 0.2)))],
-    ids=["sampled", "topk", "student_topk"],
+    ids=["sampled", "topk", "student_topk with masks"],
 )
 def test_loss_and_gradients_are_those_of_whole_logits(objective: Any) -> None:
     hidden, weight, targets, _ = work()
@@ -147,9 +148,12 @@ def test_loss_and_gradients_are_those_of_whole_logits(objective: Any) -> None:
     logq = None if known is None else torch.linspace(-4, -2, 3 * C).reshape(C, 3)
     targets = replace(targets, teacher_hidden_NG=None, support_NK=known, support_logp_NK=logq)
     if objective.task is not None:
-        targets = replace(targets, advantage_N=torch.linspace(-1, 1, C))
+        masked_C1 = torch.arange(C).unsqueeze(1) % 4 == 0  # their ids hold the sampled token
+        mask_NK = ids.where(masked_C1, -1)
+        targets = replace(targets, advantage_N=torch.linspace(-1, 1, C), mask_NK=mask_NK)
     loss = loss_of(objective, ["t"], ends=(2,))
-    value, _, *gradients = computed(hidden, weight, targets, loss, 8, scale=0.5, temperature=1.5)
+    value, stats, *gradients = computed(hidden, weight, targets, loss, 8, scale=0.5, temperature=1.5)
+    assert float(stats[STATS.index("mask_tokens")]) == (0 if objective.task is None else C / 4)
     leaves = [part.clone().requires_grad_() for part in (hidden, weight)]
     total = loss.objective((leaves[0] @ leaves[1].t() * 0.5 / 1.5).log_softmax(1), targets)[0].sum()
     total.backward()

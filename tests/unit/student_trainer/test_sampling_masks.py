@@ -5,7 +5,6 @@ Letters: V vocabulary, M the mask, N rows: one for each id of M, which was sampl
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,11 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from student_trainer.head import Loss, chunked_loss
 from student_trainer.objectives import config
 from student_trainer.objectives.divergences import Targets, build
-from student_trainer.objectives.token_statistics import STATS, token_sums
-from sync.wire.head import HeadShape, OutputHead
+from student_trainer.objectives.token_statistics import token_sums
 
 V = 6
 MASKS = [[0], [1, 4], [3, 0, 5], [2, 1, 0, 4], list(range(V))]
@@ -153,27 +150,3 @@ def test_ratios_are_one_where_the_student_sampled_and_the_mass_is_the_students()
         same(sums["rho"] / len(mask), torch.tensor(1.0, dtype=torch.float64))
         same(sums["fresh_kl"], torch.tensor(0.0, dtype=torch.float64))
         same(sums["mask_mass"] / sums["mask_tokens"], THETA.softmax(0)[mask].sum())
-
-
-def test_chunks_of_the_head_are_the_whole() -> None:
-    random = torch.Generator().manual_seed(0)
-    hidden_CH, weight_VH = torch.randn(7, 4, generator=random), torch.randn(V, 4, generator=random)
-    masks = list(itertools.islice(itertools.cycle([[0, 2], [1], [3, 4, 5], []]), 7))
-    token_C = torch.tensor([mask[0] if mask else 5 for mask in masks])
-    targets = Targets(
-        token_N=token_C,
-        behavior_logp_N=torch.full((7,), -1.0),
-        teacher_logp_N=TEACHER.float()[token_C],
-        fresh_N=torch.ones(7, dtype=torch.bool),
-        mask_NK=torch.tensor([(mask + [-1] * 3)[:3] for mask in masks]),
-    )
-    loss, head = Loss(build(config.Sampled())), HeadShape(V)
-    values = []
-    for chunk in (2, 7):
-        leaf = hidden_CH.clone().requires_grad_()
-        total, stats = chunked_loss(leaf, OutputHead(weight_VH, None, head), targets, loss, chunk)
-        (grad,) = torch.autograd.grad(total, leaf)
-        values.append((total.detach(), stats, grad))
-    for one, other in zip(*values, strict=True):
-        same(one, other, 1e-5)
-    assert float(values[0][1][STATS.index("mask_tokens")]) == 6
