@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from student_trainer import head as head_module
-from student_trainer.head import Loss, _add_product, chunked_loss
-from student_trainer.objectives.config import Sampled, StudentTopK, TaskReward, TopK
-from student_trainer.objectives.divergences import Targets, full
+from student_trainer.head import Loss, _add_product, chunked_loss, token_logp
+from student_trainer.objectives.config import Full, Sampled, StudentTopK, TaskReward, TopK
+from student_trainer.objectives.divergences import Targets, at, full
 from student_trainer.objectives.token_statistics import STATS
 from student_trainer.step import loss_of
 from sync.wire.head import HeadShape, OutputHead
@@ -49,11 +49,11 @@ def work(teachers: int = 1) -> tuple[torch.Tensor, torch.Tensor, Targets, Loss]:
 
 
 def computed(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, loss: Loss, chunk: int, **shape: float
+    hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, loss: Loss, chunk: int
 ) -> list[torch.Tensor]:
     """The loss, its statistics, and its gradients in copies of the hidden states and the weight."""
     leaves = [leaf.detach().clone().requires_grad_() for leaf in (hidden, weight)]
-    head = OutputHead(leaves[1], None, HeadShape(V, **shape))
+    head = OutputHead(leaves[1], None, HeadShape(V))
     total, stats = chunked_loss(leaves[0], head, targets, loss, chunk)
     total.backward()
     return [total.detach(), stats, *(leaf.grad for leaf in leaves)]
@@ -137,25 +137,40 @@ def test_a_bf16_head_sums_in_fp32() -> None:
 
 @pytest.mark.parametrize(
     "objective",
-    [Sampled(), TopK(k=3), StudentTopK(k=3, task=TaskReward(clip=(0.2, 0.2)))],
-    ids=["sampled", "topk", "student_topk with masks"],
+    [Full(), Sampled(), TopK(k=3), StudentTopK(k=3, task=TaskReward(clip=(0.2, 0.2)))],
+    ids=["full", "sampled", "topk", "student_topk with masks"],
 )
 def test_loss_and_gradients_are_those_of_whole_logits(objective: Any) -> None:
-    hidden, weight, targets, _ = work()
-    ids = torch.stack([torch.randperm(V)[:3] for _ in range(C)])
-    ids[::4, 0], ids[1::4, 2] = targets.token_N[::4], -1
-    known = None if isinstance(objective, Sampled) else ids
-    logq = None if known is None else torch.linspace(-4, -2, 3 * C).reshape(C, 3)
-    targets = replace(targets, teacher_hidden_NG=None, support_NK=known, support_logp_NK=logq)
-    if objective.task is not None:
-        masked_C1 = torch.arange(C).unsqueeze(1) % 4 == 0  # their ids hold the sampled token
-        mask_NK = ids.where(masked_C1, -1)
-        targets = replace(targets, advantage_N=torch.linspace(-1, 1, C), mask_NK=mask_NK)
-    loss = loss_of(objective, ["t"], ends=(2,))
-    value, stats, *gradients = computed(hidden, weight, targets, loss, 8, scale=0.5, temperature=1.5)
-    assert float(stats[STATS.index("mask_tokens")]) == (0 if objective.task is None else C / 4)
-    leaves = [part.clone().requires_grad_() for part in (hidden, weight)]
-    total = loss.objective((leaves[0] @ leaves[1].t() * 0.5 / 1.5).log_softmax(1), targets)[0].sum()
-    total.backward()
-    wanted = [total.detach(), *(leaf.grad for leaf in leaves)]
-    torch.testing.assert_close([value, *gradients], wanted, rtol=1e-5, atol=1e-5)
+    """Through every setting of a head, of which the last rows are no token's."""
+    hidden, _, targets, loss = work()
+    whole, weight, bias = targets, torch.randn(V + 2, H), torch.randn(V + 2)
+    if isinstance(objective, Full):
+        logits = targets.teacher_hidden_NG @ loss.heads[0].weight_VH.t()
+        whole = replace(targets, teacher_logp_NV=logits.log_softmax(1))
+    else:
+        loss = loss_of(objective, ["t"], ends=(2,))
+        ids = torch.stack([torch.randperm(V)[:3] for _ in range(C)])
+        ids[::4, 0], ids[1::4, 2] = targets.token_N[::4], -1
+        targets = replace(targets, teacher_hidden_NG=None)
+        if not isinstance(objective, Sampled):
+            logq = torch.linspace(-4, -2, 3 * C).reshape(C, 3)
+            targets = replace(targets, support_NK=ids, support_logp_NK=logq)
+        if objective.task is not None:
+            masked_C1 = torch.arange(C).unsqueeze(1) % 4 == 0  # their ids hold the sampled token
+            mask_NK = ids.where(masked_C1, -1)
+            targets = replace(targets, advantage_N=torch.linspace(-1, 1, C), mask_NK=mask_NK)
+        whole = targets
+    leaves = [part.clone().requires_grad_() for part in (hidden, weight, bias)]
+    raw = (leaves[0] @ leaves[1].t() + leaves[2])[:, :V]
+    logp = (2.0 * torch.tanh(raw * 0.7 / 2.0) / 1.3).log_softmax(1)
+    total = loss.objective(logp, whole)[0].sum() * 3.0
+    wanted = [total.detach(), *torch.autograd.grad(total, leaves)]
+    head = OutputHead(leaves[1], leaves[2], HeadShape(V, scale=0.7, soft_cap=2.0, temperature=1.3))
+    for chunk in (1, 8, 7, 2 * C):
+        value, stats = chunked_loss(leaves[0], head, targets, loss, chunk)
+        found = [value.detach() * 3.0, *torch.autograd.grad(value * 3.0, leaves)]
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert torch.equal(stats[STATS.index("loss")], value.detach())
+        assert float(stats[STATS.index("mask_tokens")]) == (0 if objective.task is None else C / 4)
+        of_tokens = token_logp(hidden, head, targets.token_N, chunk)
+        torch.testing.assert_close(of_tokens, at(logp.detach(), targets.token_N))

@@ -494,34 +494,6 @@ def test_a_score_gap_shows_dense_scores_of_another_position() -> None:
         same(lib.token_sums(live, sent)["score_gap"], gap[list(asked)].sum())
 
 
-def test_a_chunked_head_is_a_whole_head() -> None:
-    """Loss and gradients through every setting of the head, against plain autograd."""
-    g = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(size, generator=g) for size in ((7, 5), (V + 2, 5), (V + 2,)))
-    token = torch.randint(0, V, (7,), generator=g)
-    teacher = torch.randn(7, V, generator=g).log_softmax(1)
-    goal = lib.Targets(token, torch.full((7,), -1.5), teacher.gather(1, token[:, None])[:, 0], token > 2)
-    teacher_head = lib.OutputHead(torch.eye(V), None, lib.HeadShape(V))
-    goal = replace(goal, teacher_hidden_NG=teacher)
-    shape = lib.HeadShape(V, scale=0.7, soft_cap=2.0, temperature=1.3)
-    for loss in (lib.full, lambda p, t: lib.sampled(p, t, 5.0, None)):
-        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
-        raw = (leaves[0] @ leaves[1].t() + leaves[2])[:, :V]
-        logp = (2.0 * torch.tanh(raw * 0.7 / 2.0) / 1.3).log_softmax(1)
-        plain = loss(logp, replace(goal, teacher_logp_NV=teacher))[0].sum() * 3.0
-        wanted = torch.autograd.grad(plain, leaves)
-        for chunk in (1, 3, 7, 64):
-            head = lib.OutputHead(leaves[1], leaves[2], shape)
-            spec = lib.Loss(loss, heads=(teacher_head,))
-            value, stats = lib.chunked_loss(leaves[0], head, goal, spec, chunk)
-            found = torch.autograd.grad(value * 3.0, leaves)
-            same(value.detach() * 3.0, plain.detach(), 1e-5)
-            same(stats[0], value.detach())
-            for one, other in zip(found, wanted, strict=True):
-                same(one, other, 2e-6)
-            same(lib.token_logp(hidden, head, token, chunk), lib.at(logp.detach(), token), 1e-6)
-
-
 def test_the_students_head_in_fp32_credits_later_tokens_as_exactly_as_its_precision_allows() -> None:
     live, behavior, teacher = table(1), table(3).log_softmax(1), table(2).log_softmax(1)
     state_C, row_C, chance_C, goal = every_trajectory(behavior, teacher)
