@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from student_trainer import head as head_module
-from student_trainer.head import Loss, _add_product, chunked_loss, token_logp
+from student_trainer.head import RHO_MAX, Loss, _add_product, chunked_loss, token_logp
 from student_trainer.objectives.config import Full, Sampled, StudentTopK, TaskReward, TopK
 from student_trainer.objectives.divergences import Targets, at, full
 from student_trainer.objectives.token_statistics import STATS
@@ -109,18 +109,20 @@ def test_a_gpu_sums_products_of_bf16_in_fp32_where_the_gradient_is() -> None:
     torch.testing.assert_close(summed.cpu().double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_every_token_is_compared_with_the_teacher_it_was_routed_to() -> None:
+def test_every_token_is_compared_with_the_teacher_it_was_routed_to_and_summed_there() -> None:
     hidden, weight, targets, loss = work(teachers=3)
-    head = OutputHead(weight, None, HeadShape(V))
-    value, _ = chunked_loss(hidden.requires_grad_(), head, targets, loss, 16)
-    logp = (hidden @ weight.t()).log_softmax(1)
-    expected = 0.0
+    loss, head = replace(loss, teachers=("a", "b", "c")), OutputHead(weight, None, HeadShape(V))
+    logp, sums, counts = (hidden @ weight.t()).log_softmax(1), list[float](), list[float]()
     for index, teacher in enumerate(loss.heads):
         mine = targets.teacher_N == index
         own = targets.teacher_hidden_NG[mine][:, : teacher.weight_VH.shape[1]]
         logq = (own @ teacher.weight_VH.t()).log_softmax(1)
-        expected += float((logp[mine].exp() * (logp[mine] - logq)).sum().detach())
-    assert float(value.detach()) == pytest.approx(expected, rel=1e-5)
+        sums.append(float((logp[mine].exp() * (logp[mine] - logq)).sum()))
+        counts.append(float(mine.sum()))
+    for chunk in (7, 2 * C):
+        value, stats = chunked_loss(hidden, head, targets, loss, chunk)
+        assert float(value) == pytest.approx(sum(sums), rel=1e-5)
+        assert stats[RHO_MAX + 1 :].tolist() == pytest.approx([*sums, *counts], rel=1e-5)
 
 
 def test_a_bf16_head_sums_in_fp32() -> None:

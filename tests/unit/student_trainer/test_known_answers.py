@@ -465,23 +465,6 @@ def test_tokens_of_the_teacher_are_learned_by_cross_entropy() -> None:
     same(mixed - alone, STALE[2].exp() * (0.3 * (p - hot) - taken))
 
 
-def test_each_teachers_reverse_kl_is_summed_alone() -> None:
-    g = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(7, 5, generator=g), torch.randn(V, 5, generator=g)
-    teacher = torch.randn(7, V, generator=g).log_softmax(1)
-    token, whose = torch.arange(7) % V, torch.tensor([0, 2, 2, 0, 0, 2, 0])
-    goal = lib.Targets(token, torch.full((7,), -1.5), teacher.gather(1, token[:, None])[:, 0], token > 2)
-    head = lib.OutputHead(torch.eye(V), None, lib.HeadShape(V))
-    goal = replace(goal, teacher_N=whose, teacher_hidden_NG=teacher)
-    spec = lib.Loss(lib.full, heads=(head, head, head), teachers=("a", "b", "c"))
-    logp = (hidden @ weight.t()).log_softmax(1)
-    kl = (logp.exp() * (logp - teacher)).sum(1)
-    for chunk in (2, 7):
-        _, stats = lib.chunked_loss(hidden, lib.OutputHead(weight, None, lib.HeadShape(V)), goal, spec, chunk)
-        wanted = [kl[whose == 0].sum(), 0.0, kl[whose == 2].sum(), 4.0, 0.0, 3.0]
-        same(stats[lib.RHO_MAX + 1 :], torch.tensor(wanted), 1e-5)
-
-
 def test_a_score_gap_shows_dense_scores_of_another_position() -> None:
     live = THETA.log_softmax(0).expand(V, V)
     sound = targets(TEACHER, STALE, [0, 3, -1])
