@@ -167,12 +167,14 @@ def test_loss_and_gradients_are_those_of_whole_logits(objective: Any) -> None:
     logp = (2.0 * torch.tanh(raw * 0.7 / 2.0) / 1.3).log_softmax(1)
     total = loss.objective(logp, whole)[0].sum() * 3.0
     wanted = [total.detach(), *torch.autograd.grad(total, leaves)]
+    ends = logp.detach().exp()[:, [*loss.ends]].sum()
     head = OutputHead(leaves[1], leaves[2], HeadShape(V, scale=0.7, soft_cap=2.0, temperature=1.3))
     for chunk in (1, 8, 7, 2 * C):
         value, stats = chunked_loss(leaves[0], head, targets, loss, chunk)
         found = [value.detach() * 3.0, *torch.autograd.grad(value * 3.0, leaves)]
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         assert torch.equal(stats[STATS.index("loss")], value.detach())
+        torch.testing.assert_close(stats[STATS.index("student_end")], ends)
         assert float(stats[STATS.index("mask_tokens")]) == (0 if objective.task is None else C / 4)
         of_tokens = token_logp(hidden, head, targets.token_N, chunk)
         torch.testing.assert_close(of_tokens, at(logp.detach(), targets.token_N))
