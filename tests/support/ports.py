@@ -67,10 +67,8 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def client(**options: Any) -> Any:
-    """An httpx.AsyncClient that is patient and asks no proxy."""
-    import httpx
-
+def client(**options: Any) -> httpx.AsyncClient:
+    """Patient, and asks no proxy."""
     return httpx.AsyncClient(timeout=PATIENCE, trust_env=False, **options)
 
 
