@@ -313,8 +313,9 @@ def reward_fn(prompt, completion):
                 os.setsid()
             if prompt.answer.startswith("daemon") and os.fork():
                 os._exit(0)
-            with open(prompt.text, "w") as file:
+            with open(f"{prompt.text}-{os.getpid()}", "w") as file:
                 file.write(str(os.getpid()))
+            os.replace(file.name, prompt.text)  # whole, whenever it is killed
         elif prompt.answer == "daemon of the dead":
             while not os.path.exists(prompt.text):
                 time.sleep(0.01)
