@@ -34,6 +34,8 @@ PLAN = plan_of(WEIGHTS, bucket_bytes=1024)
 DIGESTS = {name: digest(tensor) for name, tensor in WEIGHTS.items()}
 
 
+PATIENCE = 3600.0
+"""No test waits for so long: what ends a wait is what it shows."""
 OPEN = contextlib.ExitStack()
 """Senders and receivers of a test."""
 
@@ -44,7 +46,7 @@ def all_closed():
     OPEN.close()
 
 
-def open_sender(timeout: float, device: str = "cpu", token: str | None = None) -> BroadcastSender:
+def open_sender(timeout: float = PATIENCE, device: str = "cpu", token: str | None = None) -> BroadcastSender:
     return OPEN.enter_context(
         contextlib.closing(BroadcastSender("127.0.0.1", 0, timeout, device, token=token))
     )
@@ -52,20 +54,15 @@ def open_sender(timeout: float, device: str = "cpu", token: str | None = None) -
 
 @pytest.fixture
 def sender():
-    return open_sender(10.0)
+    return open_sender()
 
 
-@pytest.fixture
-def sender_with_patience():
-    return open_sender(3600.0)
-
-
-def receiver(timeout: float = 10.0, device: str = "cpu", token: str | None = None) -> Receiver:
+def receiver(timeout: float = PATIENCE, device: str = "cpu", token: str | None = None) -> Receiver:
     return OPEN.enter_context(contextlib.closing(Receiver(timeout, device, token)))
 
 
-def receive(sender: BroadcastSender, group: str, rank: int, size: int, timeout: float = 10.0) -> Reception:
-    return receiver(timeout).receive(BroadcastTicket(sender.address, group, rank, size))
+def receive(sender: BroadcastSender, group: str, rank: int, size: int) -> Reception:
+    return receiver().receive(BroadcastTicket(sender.address, group, rank, size))
 
 
 def send(
@@ -143,8 +140,8 @@ def test_a_group_lasts_as_long_as_all_its_members_keep_their_places(sender, form
         assert sorted(formed) == [(rank, size) for rank in range(size)]
 
 
-def test_after_a_lost_member_the_next_broadcast_has_a_group_of_its_own(sender_with_patience, formed):
-    sender, one, two = sender_with_patience, receiver(3600.0), receiver(3600.0)
+def test_after_a_lost_member_the_next_broadcast_has_a_group_of_its_own(sender, formed):
+    one, two = receiver(), receiver()
     sent(sender, "v0", one, two)
     reception = one.receive(BroadcastTicket(sender.address, "v1", 1, 3))
     news = iter([None, "student-1: it was killed"])  # without it, every wait here would take an hour
@@ -158,8 +155,8 @@ def test_after_a_lost_member_the_next_broadcast_has_a_group_of_its_own(sender_wi
     assert sorted(formed) == [(0, 2), (1, 2)]
 
 
-def test_the_store_keeps_nothing_of_a_version_but_why_it_was_given_up(sender_with_patience):
-    sender, one, two = sender_with_patience, receiver(3600.0), receiver(3600.0)
+def test_the_store_keeps_nothing_of_a_version_but_why_it_was_given_up(sender):
+    one, two = receiver(), receiver()
     keys = sender._served._values
     sent(sender, "v0", one, two)
     of_the_group = {*keys}
@@ -181,7 +178,7 @@ def test_a_trainer_that_starts_again_forms_a_new_group(sender, formed):
     one, names = receiver(), ("v0", "v1")
     for name in names:
         sent(sender, name, one)
-    again = open_sender(10.0)
+    again = open_sender()
     for name in names:
         sent(again, name, one)
     assert sorted(formed) == [(0, 2), (0, 2), (1, 2), (1, 2)]
@@ -192,7 +189,7 @@ def test_without_an_audience_nothing_is_sent(sender):
 
 
 def test_buckets_that_were_not_announced_are_refused_and_the_receiver_is_told(sender):
-    reception = receive(sender, "wrong", 1, 2, timeout=3.0)
+    reception = receive(sender, "wrong", 1, 2)
     with pytest.raises(SnapshotError, match="announced"):
         sender.send(Audience(group="wrong", world_size=2), PLAN, [torch.zeros(1)])
     with pytest.raises(SnapshotError, match="not received"):
@@ -201,12 +198,13 @@ def test_buckets_that_were_not_announced_are_refused_and_the_receiver_is_told(se
 
 def test_a_replica_that_never_comes_ends_the_broadcast_within_the_time_out():
     sender = open_sender(5.0)
-    reception = receive(sender, "half", 1, 3, timeout=5.0)
+    reception = receive(sender, "half", 1, 3)
     with pytest.raises(Unreachable, match="half"):
         send(sender, "half", 3)
     with pytest.raises(SnapshotError, match="not received"):
         reception.result()
 
+    sender._timeout = timedelta(seconds=PATIENCE)
     reception = receive(sender, "again", 1, 2)
     send(sender, "again", 2)
     assert set(reception.result().tensors) == set(WEIGHTS)
@@ -230,7 +228,7 @@ def test_a_trainer_that_is_killed_ends_what_waits_for_its_word():
     support = str(Path(__file__).parents[2] / "support")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([support, *sys.path])}
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True, env=env)
-    reception = receiver(3600.0).receive(BroadcastTicket(trainer.stdout.readline().strip(), "g", 1, 3))
+    reception = receiver().receive(BroadcastTicket(trainer.stdout.readline().strip(), "g", 1, 3))
     time.sleep(1.0)
     assert not reception.done
     trainer.kill()
@@ -279,8 +277,8 @@ class Obliging:
 
 def test_a_stranger_on_this_machine_neither_ends_nor_reads_nor_replaces_a_broadcast(monkeypatch, caplog):
     """It comes in the middle: one receiver waits for the other. Then it poses as the sender."""
-    sender = open_sender(600.0, token="of the run")
-    first = receiver(600.0, token="of the run").receive(BroadcastTicket(sender.address, "g", 1, 3))
+    sender = open_sender(token="of the run")
+    first = receiver(token="of the run").receive(BroadcastTicket(sender.address, "g", 1, 3))
     audience = Audience(group="g", world_size=3)
     sending = threading.Thread(target=sender.send, args=(audience, PLAN, buckets_of(PLAN, WEIGHTS)))
     sending.start()
@@ -289,15 +287,15 @@ def test_a_stranger_on_this_machine_neither_ends_nor_reads_nor_replaces_a_broadc
     assert stranger.returncode == 0, stranger.stderr
     assert stranger.stdout.count("does not answer") == stranger.stdout.count("needs the bearer token") == 6
     assert caplog.text.count("127.0.0.1 was refused: it does not hold the run's token") == 6
-    second = receiver(600.0, token="of the run").receive(BroadcastTicket(sender.address, "g", 2, 3))
+    second = receiver(token="of the run").receive(BroadcastTicket(sender.address, "g", 2, 3))
     for reception in (first, second):
         assert reception.result().digests == DIGESTS
     sending.join()
     for gate, message in ((server.Gate, "the same token"), (Obliging, "does not hold this run's")):
         monkeypatch.setattr(server, "Gate", gate)
-        ticket = BroadcastTicket(open_sender(600.0, token="a guess").address, "g", 1, 2)
+        ticket = BroadcastTicket(open_sender(token="a guess").address, "g", 1, 2)
         with pytest.raises(SnapshotError, match=message):
-            receiver(600.0, token="of the run").receive(ticket).result()
+            receiver(token="of the run").receive(ticket).result()
 
 
 def test_nothing_of_a_broadcast_listens_beyond_its_own_address(sender):
@@ -324,8 +322,8 @@ def test_nothing_of_a_broadcast_listens_beyond_its_own_address(sender):
 )
 def test_a_replica_that_could_never_meet_the_trainer_says_so_and_is_no_member(trainer, replica, message):
     """No GPU is needed: neither side gets as far as a group."""
-    sender = open_sender(3600.0, trainer)
-    reception = receiver(3600.0, replica).receive(BroadcastTicket(sender.address, "mixed", 1, 2))
+    sender = open_sender(device=trainer)
+    reception = receiver(device=replica).receive(BroadcastTicket(sender.address, "mixed", 1, 2))
     with pytest.raises(Unreachable, match=message):
         send(sender, "mixed", 2, lambda: reception.error)
     with pytest.raises(SnapshotError, match=message):
@@ -345,11 +343,11 @@ time.sleep(600)
 
 
 def test_a_replica_that_is_killed_on_the_way_fails_the_broadcast_and_the_next_one_works():
-    sender = open_sender(600.0)
+    sender = open_sender()
     weights = {"w": torch.ones(1 << 20, dtype=torch.float32)}
     plan = plan_of(weights, bucket_bytes=1 << 18)
     victim = subprocess.Popen([sys.executable, "-c", VICTIM, sender.address], stdout=subprocess.PIPE)
-    survivor = receive(sender, "dying", 2, 3, timeout=600.0)
+    survivor = receive(sender, "dying", 2, 3)
 
     def killing_on_the_way():
         for at, bucket in enumerate(buckets_of(plan, weights)):
@@ -415,14 +413,14 @@ def test_a_group_that_did_its_work_is_cut_off_only_when_it_is_let_go_of(monkeypa
     assert sorted(ends) == ["1 aborted", "2 aborted"]
 
 
-def test_a_receiver_that_hears_of_the_end_aborts_the_group_it_waits_in(monkeypatch, sender_with_patience):
+def test_a_receiver_that_hears_of_the_end_aborts_the_group_it_waits_in(monkeypatch, sender):
     """Left in it, torch would end the whole replica when the group's time-out is over."""
     ends: list[str] = []
     like_nccl(monkeypatch, ends, hanging=1)
-    reception = receive(sender_with_patience, "hangs", 1, 2, timeout=3600.0)
+    reception = receive(sender, "hangs", 1, 2)
     news = iter([None, None, "student-2: it was killed"])
     with pytest.raises(Unreachable, match="student-2"):
-        send(sender_with_patience, "hangs", 2, lambda: next(news))
+        send(sender, "hangs", 2, lambda: next(news))
     with pytest.raises(SnapshotError, match="student-2: it was killed"):
         reception.result()
     until(lambda: "1 aborted" in ends)
