@@ -20,14 +20,16 @@ _BELOW_EPHEMERAL = range(15_000, 32_000)
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on; two calls hardly ever give the same."""
+    """A port of 127.0.0.1 that nothing listens on, and that no other test that runs now is given."""
     while True:
         port = random.choice(_BELOW_EPHEMERAL)
-        with socket.socket() as probe:
+        with socket.socket() as probe, socket.socket(socket.AF_UNIX) as given:
             try:
+                given.bind(f"\0port {port} of a test")  # a name that is taken until this process ends
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
+            given.detach()
             return port
 
 
