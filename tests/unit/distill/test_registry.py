@@ -549,7 +549,7 @@ async def test_the_only_machine_of_a_trainer_may_be_silent_for_longer_than_its_l
 async def test_a_controller_that_starts_elsewhere_is_told_again(
     controller, announced, serve, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setattr(registry, "LEASE_SECONDS", 1.5)
+    monkeypatch.setattr(registry, "LEASE_SECONDS", 3.0)
     port, found = free_port(), []
     for _ in range(2):
         address = Address("teacher-t")
@@ -625,7 +625,7 @@ async def test_a_machine_that_the_controller_does_not_expect_ends_with_one_messa
 async def test_machines_start_their_ranks_together_and_lose_them_together(
     controller, announced, serve, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setattr(registry, "LEASE_SECONDS", 1.5)
+    monkeypatch.setattr(registry, "LEASE_SECONDS", 3.0)
     run = controller(make_config(trainer={"nodes": 2}))
     serve(run)
 
