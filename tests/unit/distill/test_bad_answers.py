@@ -110,7 +110,7 @@ async def spoiled_run(
             sets={"held_out": HELD_OUT_SET},
         ),
     )
-    run.pool._retry_seconds = run.pool.poll_seconds = 0.02
+    run.pool.retry_seconds = run.pool.poll_seconds = 0.02
     scores = fetching({"t": teacher}, want, own)
     trainer = MemoryTrainer(SpoiledSession(run.session, spoiler), checkpoint_every=7, scores=scores)
     return await to_the_end(run, trainer), trainer, spoiler
@@ -315,6 +315,6 @@ async def test_a_replica_that_leaves_prompts_unanswered_does_not_hold_the_run(co
                 yield
 
     run = controller(replicas={"mute": Mute(), "good": MemoryReplica(token_seconds=0.0005)})
-    run.pool._retry_seconds = 0.02
+    run.pool.retry_seconds = 0.02
     summary, _ = await end_of(run)
     assert summary["completed"]

@@ -63,7 +63,7 @@ class Chaos:
 
     def _control(self) -> None:
         self.controller = self._build(self._config, replicas=self.replicas, teachers={"t": self.teacher})
-        self.controller.pool._retry_seconds = 0.02
+        self.controller.pool.retry_seconds = 0.02
         self._running = asyncio.create_task(self.controller.run())
 
     def _train(self) -> None:

@@ -162,7 +162,7 @@ class Stolen(MemoryReplica):
 async def test_a_replica_that_another_run_took_over_is_taken_out_and_the_others_go_on(controller) -> None:
     stolen = Stolen(seed=1, token_seconds=0.0005)
     run = controller(replicas={"r0": MemoryReplica(token_seconds=0.0005), "r1": stolen})
-    run.pool._retry_seconds = 0.02
+    run.pool.retry_seconds = 0.02
     trainer = MemoryTrainer(run.session, step_seconds=0.01)
 
     async def steal() -> None:
