@@ -15,7 +15,7 @@ class Process(Protocol):
 
 def until(
     condition: Callable[[], object],
-    seconds: float = 60.0,
+    seconds: float = 300.0,
     say: Callable[[], str] = lambda: "waited in vain",
     process: Process | None = None,
     poll_seconds: float = 0.02,

@@ -398,7 +398,7 @@ def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 async def until(condition) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         await asyncio.sleep(0.05)
