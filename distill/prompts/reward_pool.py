@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -171,13 +172,15 @@ class RewardPool:
         """Try the function on an empty completion and on the reference answer, in an event loop of its own;
         what it gave, in words. Raises ConfigError when it fails; a signal ends it at once. The pool is of no
         further use."""
-        stop, texts = list[Callable[[], object]](), ["", prompt.answer or "1"]
+        stop, over, texts = list[Callable[[], object]](), threading.Event(), ["", prompt.answer or "1"]
 
         async def tried() -> list[Reward]:
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
             assert task is not None, "this is one"
             stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
             try:
+                if over.is_set():
+                    raise asyncio.CancelledError
                 return [await self.reward(prompt, text) for text in texts]
             finally:
                 stop.clear()
@@ -188,7 +191,8 @@ class RewardPool:
                 try:
                     nothing, answer = thread.submit(asyncio.run, tried()).result()
                 finally:
-                    for cancelled in stop:
+                    over.set()
+                    for cancelled in stop:  # none, where the thread has not come so far
                         cancelled()
         except DataError as error:
             raise ConfigError(f"{error} (tried before the run)") from error

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -461,10 +462,20 @@ def test_a_function_is_tried_on_no_text_and_on_the_reference(tmp_path: Path) -> 
         check("only_short")
 
 
-def test_a_signal_ends_the_trial_of_a_function_that_hangs(pool: RewardPool) -> None:
-    source = pool._source._replace(seconds=60.0)
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_signal_ends_the_trial_of_a_function_that_hangs(
+    pool: RewardPool, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """Also one that comes before the trial has begun in its thread."""
+    source, told, run = pool._source._replace(seconds=60.0), threading.Event(), asyncio.run
+
+    def interrupt(*_: object) -> None:
+        told.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(asyncio, "run", lambda trial: (begun or told.wait(60)) and run(trial))
     before = time.monotonic()
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 2.0)
     try:
         with pytest.raises(KeyboardInterrupt):
