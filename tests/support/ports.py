@@ -45,6 +45,10 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # of a client that is gone
+            super().handle()
+
     def log_message(self, *_: object) -> None:
         """Nothing on stderr."""
 
@@ -76,8 +80,16 @@ def client(**options: Any) -> httpx.AsyncClient:
 
 @contextmanager
 def served(server: S) -> Iterator[S]:
-    """The server, answering in a thread while inside."""
-    with server:
+    """The server, answering in threads while inside; clients may keep their connections."""
+    accept, connections = server.get_request, list[socket.socket]()
+
+    def accepted() -> tuple[socket.socket, Any]:
+        connection, address = accept()
+        connections.append(connection)
+        return connection, address
+
+    server.get_request, server.daemon_threads = accepted, False  # type: ignore[method-assign]
+    with server:  # which joins the threads
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
@@ -85,6 +97,9 @@ def served(server: S) -> Iterator[S]:
         finally:
             server.shutdown()
             thread.join()
+            for connection in connections:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
