@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from distill.environments.python_host import Reply
 from sync.base.errors import Unreachable
 from sync.wire import Array, EpisodeFailed, EpisodeOver, Turn, pack, unpack
 
@@ -41,6 +42,17 @@ def bisects(context: Sequence[int]) -> list[int]:
     return [FIRST - 1 + (low + high) // 2, END]
 
 
+class Script:
+    """A `Talk` of a student that says what it is given."""
+
+    def __init__(self, *said: str) -> None:
+        self.said, self.heard = list(said), list[str]()
+
+    async def say(self, text: str) -> Reply:
+        self.heard.append(text)
+        return Reply(self.said.pop(0), [], "stop")
+
+
 @dataclass
 class Game:
     """An episode under way."""
@@ -64,6 +76,8 @@ class GuessEnvironment:
     name: str = "guess"
     seconds: float = 0.0
     """Of every answer."""
+    delay: Callable[[str, int], float] = lambda id, turn: 0.0
+    """More seconds before a turn, the first is 0, of an episode's id."""
     trouble: Callable[[str, int], Trouble | None] = lambda id, turn: None
     games: dict[str, Game] = field(default_factory=dict)
     """Under way; clear it as a restart of the service does."""
@@ -73,6 +87,7 @@ class GuessEnvironment:
     """Ids that were given up."""
 
     async def begin(self, id: str, task: int) -> Turn | EpisodeOver | EpisodeFailed:
+        await asyncio.sleep(self.delay(id, 0))
         self.begun.append((id, task))
         self.games[id] = Game(random.Random(task).randint(1, TOP), 0)
         return await self._turn(id, [USER, ASK, ANSWER])
@@ -80,6 +95,7 @@ class GuessEnvironment:
     async def proceed(
         self, id: str, turn: int, token_ids: Array, finish_reason: Literal["stop", "length", "time"]
     ) -> Turn | EpisodeOver | EpisodeFailed:
+        await asyncio.sleep(self.delay(id, turn + 1))
         if (game := self.games.get(id)) is None:
             return EpisodeFailed(id=id, error="it is not under way here", lost=True)
         assert turn == game.turn, f"turn {turn} of {id} is answered, and {game.turn} was asked"

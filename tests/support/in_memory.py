@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -27,7 +28,7 @@ from distill.rollout.replica_client import Answer
 from distill.trainer_api.session import TrainerSession
 from student_trainer.teacher_scores import TeacherScores
 from sync import wire
-from sync.base.errors import Overloaded, RemoteError, Unreachable
+from sync.base.errors import DistillError, Overloaded, RemoteError, Unreachable
 from sync.wire import EvalReport, Generated, Scored, ScoreRefused, Stop, TrainBatch, Version, Wait, pack
 from sync.wire.client import BlockingPeer
 from teacher_service.client import Counters, Reply
@@ -85,6 +86,8 @@ class MemoryReplica:
     """Completions it has finished."""
     tokens: int = 0
     """Tokens of those."""
+    served: deque[wire.GenerateRequest] = field(default_factory=lambda: deque(maxlen=64))
+    """Its newest requests."""
     updates: list[Version] = field(default_factory=list)
     up: bool = True
     spoil: Callable[[Generated], Answer] = lambda answer: answer
@@ -112,6 +115,7 @@ class MemoryReplica:
             raise Unreachable("the replica is dead")
 
     async def generate(self, request: wire.GenerateRequest) -> AsyncGenerator[Answer, None]:
+        self.served.append(request)
         for prompt in request.prompts:
             yield self.spoil(await self._complete(prompt, request))
 
@@ -165,6 +169,18 @@ class MemoryReplica:
 
     async def aclose(self) -> None:
         """Nothing to close."""
+
+
+def with_nan(answer: Generated) -> Generated:
+    """For `MemoryReplica.spoil`: log-probabilities that are none."""
+    return replace(answer, logprob=pack(np.full(answer.logprob.shape, np.nan, "f4")))
+
+
+def without_tokens(answer: Generated) -> Generated:
+    """For `MemoryReplica.spoil`."""
+    nothing = pack(np.zeros(0, "f4"))
+    topk_ids = answer.topk_ids and pack(np.zeros((0, answer.topk_ids.shape[1]), "i4"))
+    return replace(answer, token_ids=pack(np.zeros(0, "i4")), logprob=nothing, spans=[], topk_ids=topk_ids)
 
 
 @dataclass
@@ -310,16 +326,22 @@ class MemoryRewards:
 
 @dataclass
 class MemoryEvaluator:
-    """Remembers what it compared, and what was the best; `kl` by step."""
+    """Remembers what it compared, and what was the best."""
 
     seen: list[Version] = field(default_factory=list)
-    kl: Callable[[int], float] = lambda step: 1.0 / (1 + step)
+    kl: Callable[[Version], float] = lambda version: 1.0 / (1 + version.step)
     best: list[EvalReport] = field(default_factory=list)
+    seconds: float = 0.0
+    """Of an evaluation."""
+    trouble: Callable[[Version], DistillError | None] = lambda version: None
+    """What it raises instead."""
 
     async def evaluate(self, request: wire.EvalRequest) -> wire.EvalReply:
+        await asyncio.sleep(self.seconds)
+        if error := self.trouble(request.version):
+            raise error
         self.seen.append(request.version)
-        await asyncio.sleep(0)
-        each = self.kl(request.version.step)
+        each = self.kl(request.version)
         teachers = {
             name: wire.Divergence(exact=True, sums=[each * tokens.count for tokens in sequences])
             for name, sequences in request.teachers.items()
@@ -371,8 +393,8 @@ class MemoryTrainer:
     """Fetches what teachers keep; None: nothing is kept."""
     waited: float = 0.0
     """Seconds, for its newest batch."""
-    metrics: dict[str, float] = field(default_factory=lambda: {"loss": 1.0})
-    """Of every step."""
+    metrics: Callable[[Version], dict[str, float]] = lambda version: {"loss": 1.0}
+    """Of the step that made a version."""
 
     @property
     def ledger(self) -> dict[int, dict[int, list[str]]]:
@@ -447,7 +469,7 @@ class MemoryTrainer:
             await self._save(after)
         seconds = {"wait": self.waited, "train": self.step_seconds, "publish": 0.0, "checkpoint": 0.0}
         parts = dict.fromkeys(("forward", "backward", "optimizer"), self.step_seconds / 4)
-        await self.session.event(wire.StepReport(after, self.metrics, seconds, parts))
+        await self.session.event(wire.StepReport(after, self.metrics(after), seconds, parts))
         return after
 
     async def _publish(self, version: Version, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""A record and a controller that go on from what is in their store's folder, and whole runs in memory."""
+"""A record and a controller that go on from a store's folder, what stages share, and whole runs in memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from distill.aio import cancel
 from distill.buffer import Rules
 from distill.config import RunConfig
 from distill.controller import Controller
-from distill.interfaces import Components, Hooks
+from distill.events import ErrorBudget, Events
+from distill.interfaces import Common, Components, Hooks
+from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
 from distill.record.record import Record
 from distill.record.resume import Start, resume
 from distill.record.store import Store
+from distill.rollout.validation import Validator
+from sync.wire import Sampling, Want
 
 
 def begun(store: Store, prompts: PromptStream, rules: Rules, run: str = "r", seed: int = 0) -> Record:
@@ -30,8 +34,30 @@ def controlled(
     return Controller(config, parts, goes_on, hooks, token)
 
 
-async def to_the_end(run: Controller, trainer: MemoryTrainer) -> dict[str, Any]:
+def common_of(
+    config: RunConfig,
+    record: Any,
+    sampling: Sampling = Sampling(max_tokens=8),
+    want: Want = Want(),
+    bad_answers: int = 1 << 30,
+    **parts: Any,
+) -> Common:
+    """What the stages of a run share, for a test of some of them."""
+    needed = {"replicas": {}, "teachers": {}, "route": lambda source: "t", "prompts": None, "store": None}
+    components, events = Components(**{**needed, "want": want, **parts}), Events()
+    budget, validator = ErrorBudget(bad_answers, events), Validator(sampling, want)
+    return Common(config, components, record, validator, Timeline(), budget, events)
+
+
+async def ended(run: Controller, **trainer: Any) -> tuple[dict[str, Any], MemoryTrainer]:
+    """The summary of a whole run, and its trainer."""
+    made = MemoryTrainer(run.session, **trainer)
+    return await to_the_end(run, made), made
+
+
+async def to_the_end(run: Controller, trainer: MemoryTrainer | None = None) -> dict[str, Any]:
     """The summary of a whole run; the first error of either side is raised."""
+    trainer = trainer or MemoryTrainer(run.session)
     tasks = [asyncio.create_task(run.run()), asyncio.create_task(trainer.run())]
     try:
         async with asyncio.timeout(10_000):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from audited import check
 from in_memory import (
@@ -21,9 +20,10 @@ from in_memory import (
     MemoryTrainer,
     fetching,
     rows_in,
+    with_nan,
 )
 from recorded import rollouts_of
-from started import killed_after, to_the_end
+from started import ended, killed_after, to_the_end
 from virtual_time import LONG
 
 from distill import events
@@ -56,8 +56,7 @@ async def test_every_event_has_a_handler(controller) -> None:
 
 async def test_an_asynchronous_run_trains_every_step_and_accounts_for_every_rollout(controller) -> None:
     run = controller()
-    trainer = MemoryTrainer(run.session, ranks=2)
-    summary = await to_the_end(run, trainer)
+    summary, trainer = await ended(run, ranks=2)
 
     assert [version.step for version in trainer.batches] == [0, 1, 2, 3, 4, 5]
     assert len(trainer.trained) == len({*trainer.trained}) == 6 * 8
@@ -76,7 +75,7 @@ async def test_an_asynchronous_run_trains_every_step_and_accounts_for_every_roll
 async def test_metrics_say_what_each_teacher_was_asked_and_how_long_it_took(controller) -> None:
     teacher = MemoryTeacher()
     run = controller(teachers={"t": teacher})
-    await to_the_end(run, MemoryTrainer(run.session))
+    await to_the_end(run)
     teacher.counters.seconds, teacher.counters.tokens = 3.0 * teacher.counters.requests, 77
     metrics = run.metrics()
     assert metrics["teacher/t/sequences"] == sum(teacher.requests) >= 48
@@ -113,8 +112,7 @@ async def test_an_adaptive_depth_gives_younger_rollouts_at_the_speed_of_a_full_o
 
 async def test_staleness_zero_trains_on_fresh_rollouts_alone(controller, config) -> None:
     run = controller(config(buffer={"max_staleness": 0}))
-    trainer = MemoryTrainer(run.session)
-    summary = await to_the_end(run, trainer)
+    summary = await to_the_end(run)
     assert summary["buffer"] == {"age_mean": 0.0, "age_max": 0, "age_limit": 0}
     assert summary["train"]["tokens_share"] == 1.0
     assert summary["rollout"]["issued"] == 48
@@ -162,33 +160,6 @@ async def test_a_version_that_was_broadcast_is_recorded_again_when_it_is_in_the_
     assert state.counters.published == 1
 
 
-async def test_the_run_survives_dying_replicas_and_teachers(controller, config) -> None:
-    replicas = {f"r{seed}": MemoryReplica(seed=seed, token_seconds=0.001) for seed in range(2)}
-    teacher = MemoryTeacher()
-    run = controller(config(run={"steps": 10}), replicas=replicas, teachers={"t": teacher})
-    run.pool.retry_seconds = 0.02
-
-    async def havoc() -> None:
-        for _ in range(3):
-            for replica in replicas.values():
-                await asyncio.sleep(0.02)
-                replica.die()
-                await asyncio.sleep(0.02)
-                replica.revive()
-            teacher.up = False
-            await asyncio.sleep(0.01)
-            teacher.up = True
-
-    trouble = asyncio.create_task(havoc())
-    trainer = MemoryTrainer(run.session)
-    summary = await to_the_end(run, trainer)
-    await trouble
-    assert summary["rollout"]["requeued"]["replica_lost"] > 0
-    assert max(summary["replica_joins"].values()) > 1
-    assert len(trainer.trained) == len({*trainer.trained}) == 80
-    assert summary["buffer"]["age_max"] <= 2
-
-
 async def test_a_stop_lets_the_trainer_save_and_leave(controller, config) -> None:
     run = controller(config(run={"steps": 1000}))
     trainer = MemoryTrainer(run.session, step_seconds=0.005)
@@ -197,9 +168,7 @@ async def test_a_stop_lets_the_trainer_save_and_leave(controller, config) -> Non
         await trainer.stepped.wait()
         run.request_stop("a person said so")
 
-    stopping = asyncio.create_task(stop())
-    summary = await to_the_end(run, trainer)
-    await stopping
+    summary, _ = await asyncio.gather(to_the_end(run, trainer), stop())
     assert summary["stop_reason"] == "a person said so"
     assert 0 < summary["steps"] < 1000
     assert trainer.checkpoint == Version(0, summary["steps"])
@@ -269,7 +238,7 @@ async def test_evaluations_run_beside_the_training_and_name_the_best(controller,
 
 
 async def test_patience_ends_a_run_that_gets_no_better(controller, config) -> None:
-    evaluator = MemoryEvaluator(kl=lambda step: 1.0 + step)
+    evaluator = MemoryEvaluator(kl=lambda version: 1.0 + version.step)
     settings = config(run={"steps": 1000}, evaluation={"every": 1, "patience": 3})
     run = controller(settings, evaluator=evaluator)
     summary = await to_the_end(run, MemoryTrainer(run.session, step_seconds=0.005))
@@ -313,9 +282,7 @@ async def slow_run(
             await asyncio.sleep(0.002)
         replica.release.set()
 
-    watching = asyncio.create_task(watch())
-    summary = await to_the_end(run, trainer)
-    await watching
+    summary, _ = await asyncio.gather(to_the_end(run, trainer), watch())
     return summary, run, trainer
 
 
@@ -388,8 +355,7 @@ async def test_batches_are_whole_groups_and_every_row_carries_its_groups_mean_re
 
     def spoil(answer: Generated) -> Generated:
         bad = int(answer.id.split(":")[1]) % 5 == 0 and answer.id.endswith(":1")
-        nan = wire.pack(np.full(answer.logprob.shape, np.nan, "f4"))
-        return msgspec.structs.replace(answer, logprob=nan) if bad else answer
+        return with_nan(answer) if bad else answer
 
     task, replica = {"type": "sampled", "task": {"baseline": "group"}}, MemoryReplica
     run = controller(
@@ -398,16 +364,13 @@ async def test_batches_are_whole_groups_and_every_row_carries_its_groups_mean_re
         prompts=PromptStream(MemoryPrompts(), seed=0, per_prompt=4),
         reward_fn=lambda prompt, tokens: float(len(tokens) % 3),
     )
-    trainer = MemoryTrainer(run.session, ranks=2)
-    summary = await to_the_end(run, trainer)
+    summary, trainer = await ended(run, ranks=2)
     assert summary["steps"] == 12
     for shares in trainer.batches.values():
         assert set(Counter(group_of(name) for name in ids_of(shares)).values()) == {4}
         rewards: dict[str, list[float]] = {}
         baselines: dict[str, set[float]] = {}
         for rows in rows_in(shares):
-            assert rows.reward is not None
-            assert rows.baseline is not None
             values = zip(rows.ids, unpack(rows.reward), unpack(rows.baseline), strict=True)
             for name, reward, baseline in values:
                 rewards.setdefault(group_of(name), []).append(float(reward))
@@ -428,8 +391,7 @@ async def test_half_of_a_run_is_generated_by_the_teacher_and_all_of_it_is_accoun
         replicas={"r0": replica},
         teachers={"t": teacher},
     )
-    trainer = MemoryTrainer(run.session, ranks=2)
-    summary = await to_the_end(run, trainer)
+    summary, trainer = await ended(run, ranks=2)
 
     assert replica.generated == len(teacher.completed) == 24
     written = set(teacher.completed)
@@ -449,25 +411,16 @@ async def test_half_of_a_run_is_generated_by_the_teacher_and_all_of_it_is_accoun
     assert all(by_teacher == spanless for _, by_teacher, spanless in rows)
 
 
-async def test_with_on_policy_1_no_teacher_generates(controller) -> None:
-    teacher = MemoryTeacher()
-    run = controller(teachers={"t": teacher})
-    trainer = MemoryTrainer(run.session)
-    summary = await to_the_end(run, trainer)
-    assert teacher.completed == []
-    assert summary["rollout"]["tokens_total_by_teacher"] == 0
-    assert all(rows.by_teacher is None for rows in trainer.rows)
-
-
-async def test_a_teacher_that_generates_everything_needs_the_replicas_only_for_their_versions(
-    controller, config
-) -> None:
+@pytest.mark.parametrize(("objective", "share"), [("sampled", 0), ("sft", 1)])
+async def test_one_of_both_generates_everything(controller, config, objective: str, share: int) -> None:
+    """And a run on the teacher's completions needs the replicas only for their versions."""
     replica, teacher = MemoryReplica(), MemoryTeacher()
-    run = controller(config(objective={"type": "sft"}), replicas={"r0": replica}, teachers={"t": teacher})
-    summary = await to_the_end(run, MemoryTrainer(run.session))
+    run = controller(config(objective={"type": objective}), replicas={"r0": replica}, teachers={"t": teacher})
+    summary, trainer = await ended(run)
     assert summary["steps"] == 6
-    assert replica.generated == 0
-    assert summary["train"]["tokens_total_by_teacher"] == summary["train"]["tokens_total"] > 0
+    assert (replica.generated == 0, teacher.completed == []) == (share == 1, share == 0)
+    assert summary["train"]["tokens_total_by_teacher"] == share * summary["train"]["tokens_total"]
+    assert all((rows.by_teacher is None) == (share == 0) for rows in trainer.rows if rows.ids)
 
 
 async def test_a_prompt_that_its_teacher_refuses_is_dropped_and_another_takes_its_place(
@@ -475,7 +428,7 @@ async def test_a_prompt_that_its_teacher_refuses_is_dropped_and_another_takes_it
 ) -> None:
     teacher = MemoryTeacher(refuses=lambda name: name.startswith("0:1"))
     run = controller(config(objective={"type": "sft"}), teachers={"t": teacher})
-    summary = await to_the_end(run, MemoryTrainer(run.session))
+    summary = await to_the_end(run)
     assert summary["completed"]
     assert summary["rollout"]["dropped"]["teacher_refused"] > 0
 
@@ -485,32 +438,25 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_generated_
 ) -> None:
     settings = config(objective={"type": "sft", "on_policy": 0.5}, run={"steps": 20})
 
-    async def start(until: int | None, checkpoint: Version | None) -> MemoryTrainer:
-        run = controller(settings)
-        trainer = MemoryTrainer(run.session, checkpoint_every=3, checkpoint=checkpoint)
-        await (to_the_end(run, trainer) if until is None else killed_after(until, run, trainer))
-        return trainer
+    async def rewritten() -> None:
+        """Each text of the teacher on record is what the teacher writes for its number."""
+        texts = [rollout for rollout in rollouts_of(tmp_path) if rollout.by_teacher]
+        assert texts
+        for text in texts:
+            prompt = wire.TeacherPrompt(text.id, text.prompt, seed_of(settings.run.seed, text.number))
+            (written,) = (await MemoryTeacher().generate([prompt], 8, [])).results
+            assert written.token_ids == text.tokens
 
-    async def rewritten() -> int:
-        """How many texts of the teacher the record holds; each is what the teacher writes for its number."""
-        texts = 0
-        for record in rollouts_of(tmp_path):
-            if record.by_teacher:
-                prompt = wire.TeacherPrompt(
-                    record.id, record.prompt, seed_of(settings.run.seed, record.number)
-                )
-                (written,) = (await MemoryTeacher().generate([prompt], 8, [])).results
-                assert isinstance(written, wire.TeacherCompletion)
-                assert written.token_ids == record.tokens
-                texts += 1
-        return texts
-
-    first = await start(5, None)
-    assert await rewritten() > 0
-    second = await start(None, first.checkpoint)
+    run = controller(settings)
+    first = MemoryTrainer(run.session, checkpoint_every=3)
+    await killed_after(5, run, first)
     await rewritten()
-    again = {v.step: shares for v, shares in second.batches.items()}
-    common = [v for v in first.batches if v.step in again]
+    run = controller(settings)
+    second = MemoryTrainer(run.session, checkpoint=first.checkpoint)
+    await to_the_end(run, second)
+    await rewritten()
+    again = {version.step: shares for version, shares in second.batches.items()}
+    common = [version for version in first.batches if version.step in again]
     assert common
     for version in common:
         for one, other in zip(first.batches[version], again[version.step], strict=True):
@@ -569,9 +515,8 @@ async def test_what_was_kept_before_a_restart_of_teacher_and_controller_is_score
     second = controller(settings, teachers={"t": teacher}, want=want)
     trainer.session = second.session
     assert (await to_the_end(second, trainer))["completed"]
-    again = [
-        rows for version in trainer.batches.keys() - before for rows in rows_in(trainer.batches[version])
-    ]
+    later = trainer.batches.keys() - before
+    again = [rows for version in later for rows in rows_in(trainer.batches[version])]
     assert any(one is None for rows in again for one in rows.kept)
     assert all(rows.teacher_topk_ids.shape[1] == 2 for rows in again)
 
@@ -582,7 +527,7 @@ async def test_the_error_of_a_part_is_raised_as_it_is_not_in_a_group(controller)
 
     run = controller(route=route)
     with pytest.raises(DataError, match="no teacher has data source default"):
-        await to_the_end(run, MemoryTrainer(run.session))
+        await to_the_end(run)
 
 
 async def test_a_reward_fn_that_fails_costs_the_rollout_and_not_the_run(controller) -> None:
@@ -593,9 +538,8 @@ async def test_a_reward_fn_that_fails_costs_the_rollout_and_not_the_run(controll
 
     quarantine: list[Quarantine] = []
     run = controller(reward_fn=reward_fn, hooks=Hooks(quarantined=quarantine.append))
-    summary = await to_the_end(run, MemoryTrainer(run.session))
-    assert summary["completed"]
-    assert summary["error"] is None
+    summary = await to_the_end(run)
+    assert (summary["completed"], summary["error"]) == (True, None)
     assert [(one.id, one.reason) for one in quarantine] == [("0:3:0", "function_failed")]
 
 
@@ -604,7 +548,7 @@ async def test_a_reward_fn_that_always_fails_ends_the_run_with_its_words(control
         raise DataError(f"the reward_fn cannot read {prompt.id}")
 
     run = controller(config(guard={"bad_answers": 3}), reward_fn=reward_fn)
-    summary = await to_the_end(run, MemoryTrainer(run.session))
+    summary = await to_the_end(run)
     assert not summary["completed"]
     assert summary["error"].startswith("the reward_fn gave 3 unusable answers")
     assert "the reward_fn cannot read" in summary["error"]

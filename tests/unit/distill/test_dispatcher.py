@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
-import numpy as np
 import pytest
-from in_memory import MemoryPrompts, MemoryReplica, MemoryRewards
+from in_memory import MemoryPrompts, MemoryReplica, MemoryRewards, with_nan, without_tokens
 from small_config import make_config
-from started import begun
+from started import begun, common_of
 from virtual_time import LONG
 
 from distill.aio import cancel
 from distill.buffer import Bound, Rules
-from distill.events import ErrorBudget, Events
-from distill.interfaces import Common, Components
 from distill.metrics.samples import Quarantine
-from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptSource, PromptStream
 from distill.record.rollout import Rollout
 from distill.record.store import Store
@@ -35,7 +31,7 @@ from distill.rollout.validation import Validator
 from distill.waits import Waits, use
 from sync import wire
 from sync.base.errors import Overloaded, RemoteError
-from sync.wire import Generated, GenerateFailed, GenerateRequest, Sampling, Version, Want, pack
+from sync.wire import Generated, GenerateFailed, GenerateRequest, Sampling, Version, Want
 
 pytestmark = pytest.mark.virtual_time
 
@@ -70,17 +66,13 @@ class Bench:
     ) -> None:
         rules, prompts = Rules(8, Bound(1, 1), group=group), PromptStream(source or MemoryPrompts(), 0, group)
         self.record = begun(Store(folder, "never"), prompts, rules)
-        self.events = events = Events()
-        budget = ErrorBudget(1 << 30, events)
-        fields = {"batch": 8, "max_tokens": 8, "request_size": 4, "max_in_flight": 64, **config}
-        fields["stall_timeout_seconds"] = 0.0
-        settings = make_config(rollout=fields, run={"steps": steps})
-        self.timeline = Timeline()
+        settings = make_config(
+            rollout={"max_in_flight": 64, "stall_timeout_seconds": 0.0, **config}, run={"steps": steps}
+        )
         limit = settings.rollout.completion_timeout_seconds
         sampling = Sampling(max_tokens=settings.rollout.max_tokens, student_topk=2, max_seconds=limit)
-        validator = Validator(sampling, Want())
-        parts = Components({}, {}, lambda source: "t", prompts, self.record.store, Want(), rewards=rewards)
-        common = Common(settings, parts, self.record, validator, self.timeline, budget, events)
+        common = common_of(settings, self.record, sampling, rewards=rewards)
+        self.events, self.timeline = common.events, common.timeline
         self.pool = ReplicaPool(common)
         self.pool.poll_seconds = self.pool.retry_seconds = 0.02
         for number, engine in enumerate(replicas):
@@ -99,10 +91,11 @@ class Bench:
         await cancel(tasks)
         self.record.store.close()
 
-    async def finishes(self) -> None:
+    async def finishes(self) -> Bench:
         """Run until all that the bound allows is completed."""
         async with self.running():
             await self.until(lambda: len(self.finished) == 16)
+        return self
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(600):
@@ -110,27 +103,15 @@ class Bench:
                 await self.events.changed.wait(0.01)
 
 
-async def test_the_bound_decides_how_many_prompts_are_out(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, MemoryReplica())
+@pytest.mark.parametrize(("steps", "most"), [(100, 16), (1, 8)], ids=["the bound", "what the run needs"])
+async def test_no_more_prompts_are_out_than_may_be(tmp_path: Path, steps: int, most: int) -> None:
+    bench = Bench(tmp_path, MemoryReplica(), steps=steps)
     async with bench.running():
-        await bench.until(lambda: len(bench.finished) == 16)
+        await bench.until(lambda: len(bench.finished) == most)
         await asyncio.sleep(LONG)
-    assert bench.record.state.outstanding == len(bench.finished) == 16
-    assert bench.finished[0].topk_ids is not None
+    state = bench.record.state
+    assert state.outstanding == state.counters.issued == len(bench.finished) == most
     assert bench.finished[0].topk_ids.shape[1] == 2
-
-
-class Requested(MemoryReplica):
-    """Remembers what it was sent."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.requests: list[GenerateRequest] = []
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-        self.requests.append(request)
-        async for answer in super().generate(request):
-            yield answer
 
 
 class StreamedPrompts(MemoryPrompts):
@@ -174,24 +155,16 @@ async def test_a_replica_that_was_removed_waits_for_nobody(tmp_path: Path) -> No
     assert after["r1"]["trainer"] > before["r1"]["trainer"]
 
 
-async def test_nothing_is_started_beyond_what_the_run_needs(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, MemoryReplica(), steps=1)
-    async with bench.running():
-        await bench.until(lambda: len(bench.finished) == 8)
-        await asyncio.sleep(LONG)
-    assert bench.record.state.counters.issued == 8
-
-
 async def test_requests_are_spread_over_replicas_within_their_bounds(tmp_path: Path) -> None:
-    replicas = [Requested(seed=seed, token_seconds=0.002) for seed in range(2)]
+    replicas = [MemoryReplica(seed=seed, token_seconds=0.002) for seed in range(2)]
     bench = Bench(tmp_path, *replicas, max_in_flight=4)
     bench.dispatcher.paused.add("disk")
     async with bench.running():
         await bench.until(lambda: len(bench.pool.serving()) == 2)
         bench.dispatcher.paused.clear()
         bench.events.changed.wake()
-        await bench.until(lambda: all(replica.requests for replica in replicas))
-        assert [len(replica.requests[0].prompts) for replica in replicas] == [4, 4]
+        await bench.until(lambda: all(replica.served for replica in replicas))
+        assert [len(replica.served[0].prompts) for replica in replicas] == [4, 4]
         assert all(replica.in_flight <= 4 for replica in bench.pool.replicas.values())
         await bench.until(lambda: len(bench.finished) == 16)
 
@@ -209,15 +182,14 @@ async def test_the_prompts_of_a_dead_replica_are_answered_by_another(tmp_path: P
 
 
 async def test_a_straggler_is_asked_again_later(tmp_path: Path) -> None:
-    class Stalled(Requested):
+    class Stalled(MemoryReplica):
         async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
             async for answer in super().generate(request):
                 yield answer
-                if request is self.requests[0]:
+                if request is self.served[0]:
                     await asyncio.sleep(60)
 
-    bench = Bench(tmp_path, Stalled(), completion_timeout_seconds=0.05)
-    await bench.finishes()
+    bench = await Bench(tmp_path, Stalled(), completion_timeout_seconds=0.05).finishes()
     assert bench.record.state.counters.requeued == {"straggler": 3}
 
 
@@ -240,8 +212,7 @@ async def test_what_the_time_limit_ends_is_kept_in_part_dropped_or_asked_again(
     monkeypatch.setattr("distill.rollout.dispatcher.PATIENCE", 100.0)  # this replica keeps its time
     replica = Slow(seed=3, longest=8)
     Slow.met = set()
-    bench = Bench(tmp_path, replica, completion_timeout_seconds=0.035, on_timeout=policy)
-    await bench.finishes()
+    bench = await Bench(tmp_path, replica, completion_timeout_seconds=0.035, on_timeout=policy).finishes()
     parts = [one for one in bench.finished if one.truncated and one.length < 8]
     counters = bench.record.state.counters
     if policy == "keep":
@@ -261,8 +232,9 @@ async def test_what_the_time_limit_ends_is_kept_in_part_dropped_or_asked_again(
 async def test_what_the_token_limit_ends_is_dropped_or_asked_again_unless_it_is_kept(
     tmp_path: Path, policy: str
 ) -> None:
-    bench = Bench(tmp_path, MemoryReplica(seed=1, longest=4), max_tokens=4, on_max_tokens=policy)
-    await bench.finishes()
+    bench = await Bench(
+        tmp_path, MemoryReplica(seed=1, longest=4), max_tokens=4, on_max_tokens=policy
+    ).finishes()
     assert not any(one.truncated for one in bench.finished)
     counters = bench.record.state.counters
     counted = counters.dropped if policy == "drop" else counters.requeued
@@ -274,8 +246,9 @@ async def test_a_prompt_that_always_reaches_a_limit_is_dropped_after_its_attempt
     def lengthen(answer: Generated) -> Answer:
         return msgspec.structs.replace(answer, finish_reason="length") if answer.id == "0:3:0" else answer
 
-    bench = Bench(tmp_path, MemoryReplica(spoil=lengthen), on_max_tokens="requeue", max_tokens=9)
-    await bench.finishes()
+    bench = await Bench(
+        tmp_path, MemoryReplica(spoil=lengthen), on_max_tokens="requeue", max_tokens=9
+    ).finishes()
     assert bench.record.state.counters.requeued == {"over_long": 5}
     assert bench.record.state.counters.dropped == {"over_long": 1}
 
@@ -294,16 +267,15 @@ async def test_a_completion_of_a_broken_group_is_not_scored(tmp_path: Path) -> N
     ("error", "reason"), [(Overloaded("full", 0.01), "replica_busy"), (RemoteError("no"), "replica_lost")]
 )
 async def test_a_refused_request_is_sent_again(tmp_path: Path, error: RemoteError, reason: str) -> None:
-    class Refusing(Requested):
+    class Refusing(MemoryReplica):
         async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-            if not self.requests:
-                self.requests.append(request)
+            if not self.served:
+                self.served.append(request)
                 raise error
             async for answer in super().generate(request):
                 yield answer
 
-    bench = Bench(tmp_path, Refusing())
-    await bench.finishes()
+    bench = await Bench(tmp_path, Refusing()).finishes()
     assert bench.record.state.counters.requeued == {reason: 4}
 
 
@@ -311,25 +283,17 @@ def spoiled(name: str, change: Callable[[Generated], Answer]) -> MemoryReplica:
     return MemoryReplica(spoil=lambda answer: change(answer) if answer.id == name else answer)
 
 
-def empty(answer: Generated) -> Answer:
-    ids, logprob, topk = pack(np.zeros(0, "i4")), pack(np.zeros(0, "f4")), pack(np.zeros((0, 2), "i4"))
-    return msgspec.structs.replace(answer, token_ids=ids, logprob=logprob, spans=[], topk_ids=topk)
-
-
 def fail(answer: Generated) -> Answer:
     return GenerateFailed(id=answer.id, error="prompt is too long")
 
 
-def nan(answer: Generated) -> Answer:
-    return msgspec.structs.replace(answer, logprob=pack(np.full(answer.logprob.shape, np.nan, "f4")))
-
-
-@pytest.mark.parametrize(("change", "reason"), [(fail, "engine_failed"), (nan, "unusable"), (empty, "empty")])
+@pytest.mark.parametrize(
+    ("change", "reason"), [(fail, "engine_failed"), (with_nan, "unusable"), (without_tokens, "empty")]
+)
 async def test_a_completion_that_cannot_be_used_is_dropped_with_a_reason(
     tmp_path: Path, change: Callable[[Generated], Answer], reason: str
 ) -> None:
-    bench = Bench(tmp_path, spoiled("0:3:0", change))
-    await bench.finishes()
+    bench = await Bench(tmp_path, spoiled("0:3:0", change)).finishes()
     assert bench.record.state.counters.dropped == {reason: 1}
     assert bench.record.state.counters.issued == 17
 
@@ -341,8 +305,7 @@ async def test_a_completion_that_was_broken_off_is_asked_again(tmp_path: Path) -
         broken.append(answer.id)
         return msgspec.structs.replace(answer, finish_reason="abort") if len(broken) == 1 else answer
 
-    bench = Bench(tmp_path, spoiled("0:3:0", abort_once))
-    await bench.finishes()
+    bench = await Bench(tmp_path, spoiled("0:3:0", abort_once)).finishes()
     assert broken == ["0:3:0", "0:3:0"]
     assert bench.record.state.counters.requeued == {"aborted": 1}
 
@@ -358,8 +321,7 @@ async def test_a_paused_dispatcher_starts_nothing(tmp_path: Path) -> None:
 
 async def test_every_completion_is_rewarded_before_it_is_scored(tmp_path: Path) -> None:
     rewards = MemoryRewards(lambda prompt, ids: len(ids) + (prompt.answer == "gold") / 2)
-    bench = Bench(tmp_path, MemoryReplica(), rewards=rewards)
-    await bench.finishes()
+    bench = await Bench(tmp_path, MemoryReplica(), rewards=rewards).finishes()
     for rollout in bench.finished:
         assert rollout.reward == rollout.length + (rollout.source_prompt.answer == "gold") / 2
 
@@ -379,7 +341,7 @@ def asked(bench: Bench, pin: Pin, count: int) -> list[asyncio.Task[tuple[Generat
 
 async def test_completions_of_an_evaluation_go_to_its_replica_alone_and_count_for_no_room(tmp_path) -> None:
     """In whole requests, with the sampling of their set, also while no rollout is started."""
-    first, other = Requested(token_seconds=1.0), Requested(token_seconds=1.0)
+    first, other = MemoryReplica(token_seconds=1.0), MemoryReplica(token_seconds=1.0)
     bench = Bench(tmp_path, first, other, request_size=4, max_in_flight=8)
     bench.dispatcher.paused.add("end")
     async with bench.running():
@@ -390,15 +352,15 @@ async def test_completions_of_an_evaluation_go_to_its_replica_alone_and_count_fo
         assert (pin.replica.evaluating, bench.dispatcher._hopeless()) == (8, 0)
         answers = [answer for answer, _ in await asyncio.gather(*completions)]
     assert bench.record.state.outstanding == outstanding == 0
-    assert not other.requests
-    assert [len(request.prompts) for request in first.requests] == [4, 4, 2]
-    assert {request.sampling.max_tokens for request in first.requests} == {5}
+    assert not other.served
+    assert [len(request.prompts) for request in first.served] == [4, 4, 2]
+    assert {request.sampling.max_tokens for request in first.served} == {5}
     assert [answer.id for answer in answers] == [f"eval:{i}" for i in range(10)]
     assert (pin.replica.in_flight, pin.replica.evaluating) == (0, 0)
 
 
 async def test_an_evaluation_that_ends_aborts_what_it_asked_for(tmp_path: Path) -> None:
-    endless = Requested(token_seconds=1e6)
+    endless = MemoryReplica(token_seconds=1e6)
     bench = Bench(tmp_path, endless, request_size=4, max_in_flight=8)
     bench.dispatcher.paused.add("end")
     async with bench.running():
@@ -412,7 +374,7 @@ async def test_an_evaluation_that_ends_aborts_what_it_asked_for(tmp_path: Path) 
         endless.token_seconds = 0.0
         assert (await asked(bench, pin, 1)[0])[0].id == "eval:0"
         assert pin.replica.phase is Phase.SERVING
-    assert len(endless.requests) == 3, "what was cancelled before it was sent is not sent"
+    assert len(endless.served) == 3, "what was cancelled before it was sent is not sent"
 
 
 async def test_a_completion_of_another_version_is_no_completion_of_an_evaluation(tmp_path: Path) -> None:

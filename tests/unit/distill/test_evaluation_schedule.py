@@ -14,7 +14,7 @@ from in_memory import HELD_OUT_SET, MemoryEvaluator, MemoryPrompts
 from msgspec.structs import replace
 from pydantic import ValidationError
 from small_config import make_config
-from started import begun
+from started import begun, common_of
 from virtual_time import LONG
 
 from distill.aio import cancel
@@ -23,17 +23,13 @@ from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.completions import Completion
 from distill.evaluation.generation import Generation
 from distill.evaluation.schedule import Evaluations, best, due_sets, exhausted
-from distill.events import ErrorBudget, Events
-from distill.interfaces import Common, Components
-from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
 from distill.record.record import Record
 from distill.record.store import Store
 from distill.rollout.dispatcher import Dispatcher
 from distill.rollout.replica_pool import ReplicaPool
-from distill.rollout.validation import Validator
 from sync.base.errors import RemoteError, Unreachable
-from sync.wire import Estimate, EvalReply, EvalReport, EvalRequest, Sampling, SetReport, Version, Want, pack
+from sync.wire import Estimate, EvalReport, SetReport, Version, pack
 
 pytestmark = pytest.mark.virtual_time
 
@@ -78,14 +74,9 @@ class Completed(Generation):
 
 def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> tuple[Evaluations, Record]:
     record = begun(Store(folder, "never"), PromptStream(MemoryPrompts(), 0), Rules(1, Bound(0, 0)))
-    sections = {"evaluation": {"every": every, **more}, "run": {"steps": 100, "folder": folder}}
-    config, events, want = make_config(**sections), Events(), Want()
-    budget, validator = ErrorBudget(8, events), Validator(Sampling(max_tokens=8), want)
-    sets = {"held_out": HELD_OUT_SET, **dict.fromkeys(more.get("sets", ()), HELD_OUT_SET)}
-    prompts = PromptStream(MemoryPrompts(), 0)
-    more_parts: Any = {"evaluator": evaluator, "sets": sets}
-    parts = Components({}, {}, lambda source: "t", prompts, record.store, want, **more_parts)
-    common = Common(config, parts, record, validator, Timeline(), budget, events)
+    config = make_config(evaluation={"every": every, **more}, run={"steps": 100, "folder": folder})
+    sets = dict.fromkeys(["held_out", *more.get("sets", ())], HELD_OUT_SET)
+    common = common_of(config, record, bad_answers=8, evaluator=evaluator, sets=sets)
     pool = ReplicaPool(common)
     generation = Completed(common, pool, Dispatcher(common, pool))
     silent = Evaluations(common, generation, lambda *_: None, lambda _: None)
@@ -147,13 +138,7 @@ async def test_after_a_rollback_versions_are_evaluated_at_the_same_steps_again(t
 async def test_after_a_rollback_patience_and_sets_look_at_what_is_left_alone(tmp_path: Path) -> None:
     """The best version is rolled back; the two after it are worse, and the second set is due again."""
     kl = {Version(0, 4): 0.1, Version(1, 2): 0.9, Version(1, 4): 0.8}
-
-    class Rated(MemoryEvaluator):
-        async def evaluate(self, request: EvalRequest) -> EvalReply:
-            self.kl = lambda step: kl.get(request.version, 1.0)
-            return await super().evaluate(request)
-
-    evaluator = Rated()
+    evaluator = MemoryEvaluator(kl=lambda version: kl.get(version, 1.0))
     source = {"type": "task", "task": "sort_letters"}
     sets = {"fourth": {"source": source, "every": 4}}
     evaluations, record = bench(tmp_path, evaluator, 2, patience=2, sets=sets)
@@ -166,19 +151,13 @@ async def test_after_a_rollback_patience_and_sets_look_at_what_is_left_alone(tmp
     for step in (2, 4):
         await evaluations.now(Version(1, step))
     record.store.close()
-    assert isinstance(evaluations.generation, Completed)
     assert [names[1:] for names in evaluations.generation.asked] == [["fourth"], ["fourth"], [], ["fourth"]]
     assert [report.version for report in evaluator.best] == [Version(0, 0), Version(0, 4)]
     assert not stops
 
 
 async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path) -> None:
-    class Slow(MemoryEvaluator):
-        async def evaluate(self, request: EvalRequest) -> EvalReply:
-            await asyncio.sleep(0.01)
-            return await super().evaluate(request)
-
-    evaluator = Slow()
+    evaluator = MemoryEvaluator(seconds=0.01)
     async with running(tmp_path, evaluator, every=4) as (evaluations, record):
         evaluations.due(Version(0, 4))
         await asyncio.sleep(0)
@@ -191,23 +170,16 @@ async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path
 async def test_a_lost_evaluator_is_retried_and_a_refusal_is_final(
     tmp_path: Path, error: Exception, times: int
 ) -> None:
-    requested = asyncio.Queue[Version]()
+    asked: list[Version] = []
 
-    class Failing(MemoryEvaluator):
-        async def evaluate(self, request: EvalRequest) -> EvalReply:
-            requested.put_nowait(request.version)
-            if not self.seen:
-                self.seen.append(request.version)
-                raise error
-            return await super().evaluate(request)
+    def fails(version: Version) -> Exception | None:
+        asked.append(version)
+        return error if len(asked) == 1 else None
 
-    evaluator = Failing()
-    async with running(tmp_path, evaluator, 1) as (evaluations, _):
+    async with running(tmp_path, MemoryEvaluator(trouble=fails), 1) as (evaluations, _):
         evaluations.due(Version(0, 1))
-        for _ in range(times):
-            await asyncio.wait_for(requested.get(), 60)
         await asyncio.sleep(LONG)
-    assert len(evaluator.seen) == times
+    assert asked == [Version(0, 1)] * times
 
 
 def test_named_sets_are_due_at_their_own_intervals_at_the_start_and_at_the_end() -> None:

@@ -22,7 +22,6 @@ from distill.aio import cancel
 from distill.buffer import Bound, Rules
 from distill.config import GuardConfig
 from distill.interfaces import Hooks
-from distill.launch.run_folder import RunFolder
 from distill.metrics.samples import Quarantine
 from distill.metrics.summary import ALIKE_STEPS, CUT_OFF_STEPS, END_STEPS, FIRST_STEPS, LITTLE_END, Advice
 from distill.record.changes import Checkpointed, LineageOpened, RolledBack
@@ -30,7 +29,7 @@ from distill.record.state import RunState
 from distill.rollout.validation import repetitive
 from distill.trainer_api.guard import Guard, retreat, trouble
 from sync.base.errors import RemoteError
-from sync.wire import BatchRequest, Heartbeat, StepReport, TrainerHello, Version, pack
+from sync.wire import BatchRequest, Heartbeat, TrainerHello, Version, pack
 
 pytestmark = pytest.mark.virtual_time
 
@@ -46,11 +45,7 @@ GOOD = {"loss": 1.0, "grad_norm": 2.0, "reverse_kl": 0.5, "student_entropy": 0.6
         ({"max_grad_norm": 3.0}, {"grad_norm": 4.0}, "above guard.max_grad_norm = 3"),
         ({"max_truncation_rate": 0.5}, {"truncation_rate": 0.6}, "above guard.max_truncation_rate = 0.5"),
         ({"min_entropy": 0.2}, {"student_entropy": 0.1}, "below guard.min_entropy = 0.2"),
-        (
-            {"min_end_share": 0.2},
-            {"student_end": 0.001, "teacher_end": 0.01},
-            "below guard.min_end_share = 0.2",
-        ),
+        ({"min_end_share": 0.2}, {"student_end": 0.001, "teacher_end": 0.01}, "below guard.min_end_share"),
     ],
 )
 def test_every_limit_is_named_when_it_is_passed(limits: Any, metrics: Any, said: str) -> None:
@@ -68,40 +63,29 @@ def test_only_bad_steps_in_a_row_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "period"),
-    [([9, 4, 4, 4], 1), ([4, 7, 4, 7, 4, 7], 2), ([1, 2, 3] * 3, 3), ([4, 4, 4, 9], None), ([5, 5], None)],
+    ("tokens", "copies", "period"),
+    [
+        *(([9, 4, 4, 4], 3, 1), ([4, 7, 4, 7, 4, 7], 3, 2), ([1, 2, 3] * 3, 3, 3), ([4, 4, 4, 4], 4, 1)),
+        *(([4, 4, 4, 9], 3, None), ([5, 5], 3, None), ([4, 4, 4, 4], None, None)),
+    ],
 )
-def test_the_shortest_pattern_at_the_end_is_found(tokens: list[int], period: int | None) -> None:
-    found = repetitive(pack(np.array(tokens, "i4")), 3)
-    assert found == (period and f"ends in 3 or more copies of {period} tokens")
+def test_the_shortest_pattern_at_the_end_is_found_where_it_is_looked_for(
+    tokens: list[int], copies: int | None, period: int | None
+) -> None:
+    found = repetitive(pack(np.array(tokens, "i4")), copies)
+    assert found == (period and f"ends in {copies} or more copies of {period} tokens")
 
 
-def test_repetitive_completions_are_unfit_when_asked_for() -> None:
-    tokens = pack(np.full(4, 4, "i4"))
-    assert repetitive(tokens, None) is None
-    assert repetitive(tokens, 4) == "ends in 4 or more copies of 1 tokens"
+def diverging(*bad: int) -> Callable[[Version], dict[str, float]]:
+    """Metrics with a high reverse KL for the steps `bad`, once."""
+    left = {*bad}
 
+    def metrics(version: Version) -> dict[str, float]:
+        high = version.step in left
+        left.discard(version.step)
+        return {"loss": 1.0, "reverse_kl": 9.0 if high else 0.1}
 
-class Diverging(MemoryTrainer):
-    """Reports a high reverse KL for the steps `bad`, once; it leaves when it is sent away."""
-
-    bad: set[int]
-
-    async def _step(self, version: Version, shares: Any) -> Version:
-        event, high = self.session.event, version.step + 1 in self.bad
-
-        async def told(message: Any) -> Any:
-            if isinstance(message, StepReport):
-                self.bad.discard(message.version.step)
-                metrics = {"loss": 1.0, "reverse_kl": 9.0 if high else 0.1}
-                message = StepReport(version=message.version, metrics=metrics, seconds=message.seconds)
-            return await event(message)
-
-        self.session.event = told  # type: ignore[method-assign]
-        try:
-            return await super()._step(version, shares)
-        finally:
-            self.session.event = event  # type: ignore[method-assign]
+    return metrics
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -109,12 +93,10 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def built(controller: Any, config: Any, guard: dict[str, Any], hooks: Hooks) -> tuple[Any, Diverging]:
+def built(controller: Any, config: Any, guard: dict[str, Any], hooks: Hooks) -> tuple[Any, MemoryTrainer]:
     settings = config(run={"steps": 12}, guard=guard, trainer={"keep_checkpoints": 3})
     made = controller(settings, hooks)
-    trainer = Diverging(made.session, checkpoint_every=2)
-    trainer.bad = {7, 8}
-    return made, trainer
+    return made, MemoryTrainer(made.session, checkpoint_every=2, metrics=diverging(7, 8))
 
 
 async def test_a_rollback_trains_again_from_before_the_bad_steps_without_their_rollouts(
@@ -163,7 +145,7 @@ async def test_a_rollback_outlives_the_controller_that_decided_it(controller: An
         settings = config(run={"steps": 12}, guard=guard, trainer={"keep_checkpoints": 3})
         second = controller(settings, Hooks(set_back=back.append))
         assert back == [Version(0, 4)], "the trainer that comes next must still begin there"
-        trainer.session, trainer.bad = second.session, {5, 6}
+        trainer.session, trainer.metrics = second.session, diverging(5, 6)
         running = asyncio.create_task(second.run())
         with pytest.raises(RemoteError, match="was rolled back to L000-v00000004"):
             await trainer.run()
@@ -208,13 +190,11 @@ def test_a_second_rollback_counts_the_checkpoints_that_the_first_left() -> None:
     for version in (Version(0, 10), Version(0, 20)):
         apply(state, Checkpointed(version, ""))
     first = retreat(state, 19, 2, "bad")
-    assert first is not None
     assert first.to == Version(0, 10), "which removes L000-v00000020"
     apply(state, first)
     apply(state, LineageOpened(1, first.to, 10, 0, 10, "model"))
     apply(state, Checkpointed(Version(1, 20), ""))
     second = retreat(state, 19, 2, "bad")
-    assert second is not None
     assert second.to == Version(0, 10)
     assert retreat(state, 11, 2, "bad") is None
 
@@ -261,19 +241,6 @@ async def test_what_is_put_aside_is_told_with_its_tokens(controller: Any, config
     assert seen[0].reason == "over_long"
     assert seen[0].prompt[1:] == [1, 2]
     assert len(seen[0].tokens) == 8
-
-
-def test_setting_back_removes_the_checkpoints_after(tmp_path: Path, config: Any) -> None:
-    with RunFolder.open(config(run={"folder": tmp_path}), resume=False) as folder:
-        names = ["L000-v00000002", "L000-v00000004", "L001-v00000003"]
-        for name in names:
-            (folder.path / "checkpoints" / name).mkdir(parents=True)
-        folder.set_back(Version(0, 2))
-        left = sorted(path.name for path in (folder.path / "checkpoints").iterdir())
-        assert left == [names[0], "latest"]
-        assert (folder.path / "checkpoints/latest").read_text().strip() == names[0]
-        folder.set_back(None)
-        assert list((folder.path / "checkpoints").iterdir()) == []
 
 
 def working(teacher: float, trainer: float, waited_for: str) -> dict[str, float]:
@@ -364,6 +331,6 @@ def test_a_teacher_without_work_is_told_after_some_steps(figures: dict[str, floa
 async def test_a_run_whose_completions_never_end_says_so_and_records_it(controller: Any, config: Any) -> None:
     alerts: list[tuple[str, str]] = []
     run = controller(config(run={"steps": 6}), Hooks(alert=lambda *alert: alerts.append(alert)))
-    trainer = MemoryTrainer(run.session, metrics={"truncation_rate": 1.0})
+    trainer = MemoryTrainer(run.session, metrics=lambda version: {"truncation_rate": 1.0})
     summary, _ = await asyncio.wait_for(asyncio.gather(run.run(), trainer.run()), LONG)
     assert [*map(without_count, summary["warnings"])] == [without_count(text) for _, text in alerts] != []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -30,10 +29,10 @@ from distill.interfaces import Hooks
 from distill.launch.preflight import claim_of
 from distill.metrics.samples import Quarantine
 from distill.metrics.summary import complete
-from distill.rollout.replica_client import Answer, HttpReplica
+from distill.rollout.replica_client import HttpReplica
 from sync import wire
 from sync.base.errors import RemoteError, WrongServer
-from sync.wire import EvalReply, EvalRequest, Generated, GenerateRequest, ReplicaState, RunIdentity, Version
+from sync.wire import EvalReply, EvalRequest, Generated, ReplicaState, RunIdentity, Version
 from sync.wire.claims import Claim
 from sync.wire.client import BlockingPeer
 from sync.wire.server import Gate, read_message, reply
@@ -118,13 +117,9 @@ async def test_a_report_of_another_version_is_left_out_and_missed_at_the_end(con
 
 
 async def test_an_evaluator_that_another_run_took_over_is_missed_at_the_end(controller) -> None:
-    class Taken(MemoryEvaluator):
-        async def evaluate(self, request: EvalRequest) -> EvalReply:
-            if request.version.step > 0:
-                raise WrongServer("it serves run 'other' (id 77)")
-            return await super().evaluate(request)
-
-    summary = await whole(controller(evaluator=Taken()))
+    other = WrongServer("it serves run 'other' (id 77)")
+    taken = MemoryEvaluator(trouble=lambda version: other if version.step else None)
+    summary = await whole(controller(evaluator=taken))
     assert summary["completed"]
     assert [one["version"] for one in summary["evaluations"]] == ["L000-v00000000"]
     assert "\"after\" is empty: it serves run 'other'" in summary["problems"][0]
@@ -198,9 +193,7 @@ async def test_a_trainer_of_another_run_is_not_welcomed(controller, name, run_id
     mine = run.record.run
     hello = wire.TrainerHello(1, None, "model", name, mine.id if run_id == "its own" else run_id)
     if accepted:
-        welcome = await run.session.hello(hello)
-        assert isinstance(welcome, wire.TrainerWelcome)
-        assert welcome.run == RunIdentity("test", mine.id, "model")
+        assert (await run.session.hello(hello)).run == RunIdentity("test", mine.id, "model")
     else:
         with pytest.raises(RemoteError, match=rf"\(id {mine.id}\), the trainer is of run '{name}'"):
             await run.session.hello(hello)
@@ -219,18 +212,6 @@ async def test_a_trainer_that_talks_to_the_controller_of_another_run_is_refused(
 # --- versions that cannot be ------------------------------------------------------------------------------
 
 
-class Foreign(MemoryReplica):
-    """Every third completion names `spoiled`."""
-
-    spoiled = Version(0, 120)
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-        async for answer in super().generate(request):
-            assert isinstance(answer, Generated)
-            spans = [msgspec.structs.replace(span, version=self.spoiled) for span in answer.spans]
-            yield msgspec.structs.replace(answer, spans=spans) if self.generated % 3 == 0 else answer
-
-
 @pytest.mark.parametrize(
     ("version", "words"),
     [
@@ -242,9 +223,15 @@ class Foreign(MemoryReplica):
 async def test_a_version_that_was_never_published_costs_its_completion_and_enters_no_figure(
     controller, version: Version, words: str, tmp_path
 ) -> None:
+    """Every third one names it."""
     aside: list[Quarantine] = []
-    engine = Foreign()
-    engine.spoiled = version
+    engine = MemoryReplica()
+
+    def spoil(answer: Generated) -> Generated:
+        spans = [msgspec.structs.replace(span, version=version) for span in answer.spans]
+        return msgspec.structs.replace(answer, spans=spans) if engine.generated % 3 == 0 else answer
+
+    engine.spoil = spoil
     run = controller(hooks=Hooks(quarantined=aside.append), replicas={"r0": engine})
     trainer = MemoryTrainer(run.session)
     summary = await whole(run, trainer)
@@ -274,33 +261,17 @@ class Altered(MemoryReplica):
         return msgspec.structs.replace(state, digests={"model.weight": "other"}) if digests else state
 
 
-class Failing(MemoryEvaluator):
+def failing() -> MemoryEvaluator:
     """The evaluation of the last version fails."""
-
-    async def evaluate(self, request: EvalRequest) -> EvalReply:
-        if request.version.step == 6:
-            raise RemoteError("disk full")
-        return await super().evaluate(request)
-
-
-def conclusion(folder: Any, trainer: MemoryTrainer) -> tuple[dict[str, Any], list[str]]:
-    """What the record says of the end, and what the audit does."""
-    weights, problems = rows_of(folder, "SELECT weights, problems FROM conclusion ORDER BY at")[-1]
-    concluded = {"weights": json.loads(weights), "problems": json.loads(problems)}
-    report = check(folder, trainer.ledger)
-    assert report.ok is ("unproven" not in report.violations)
-    return concluded, report.violations.get("unproven", [])
+    return MemoryEvaluator(trouble=lambda version: RemoteError("disk full") if version.step == 6 else None)
 
 
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
         ({"replicas": {"r0": Altered()}}, "r0 holds other weights than the trainer at L000-v00000006"),
-        (
-            {"replicas": {"r0": MemoryReplica(), "r1": MemoryReplica(up=False)}},
-            "not compared with those of r1",
-        ),
-        ({"evaluator": Failing()}, 'L000-v00000006 could not be evaluated, so "after" is empty: disk full'),
+        ({"replicas": {"r0": MemoryReplica(), "r1": MemoryReplica(up=False)}}, "not compared with those of"),
+        ({"evaluator": failing()}, 'L000-v00000006 could not be evaluated, so "after" is empty: disk full'),
     ],
 )
 async def test_what_is_not_shown_at_the_end_is_in_the_summary_the_record_and_the_audit(
@@ -313,9 +284,10 @@ async def test_what_is_not_shown_at_the_end_is_in_the_summary_the_record_and_the
     assert summary["completed"]
     (problem,) = summary["problems"]
     assert words in problem
-    concluded, violations = conclusion(tmp_path, trainer)
-    assert concluded["problems"] == violations == [problem]
-    assert (concluded["weights"] == {"r0": True}) is ("evaluator" in parts)
+    weights, problems = map(json.loads, rows_of(tmp_path, "SELECT weights, problems FROM conclusion")[-1])
+    assert problems == [problem]
+    assert check(tmp_path, trainer.ledger).violations == {"unproven": [problem]}
+    assert (weights == {"r0": True}) is ("evaluator" in parts)
     figures = complete(settings, summary, 1.0, {})
     if "evaluator" in parts:
         evaluated = [one["version"][-1] for one in summary["evaluations"]]  # a busy evaluator skips versions
@@ -332,11 +304,12 @@ async def test_after_is_the_evaluation_of_the_last_version(controller, config) -
 
 
 async def test_a_run_that_is_resumed_makes_up_for_what_was_not_shown(controller, config, tmp_path) -> None:
-    for evaluator, problems in ((Failing(), 1), (MemoryEvaluator(), 0)):
+    ledger = dict[int, dict[int, list[str]]]()
+    for evaluator, problems in ((failing(), 1), (MemoryEvaluator(), 0)):
         run = controller(evaluator=evaluator)
         trainer = MemoryTrainer(run.session)
         assert len((await whole(run, trainer))["problems"]) == problems
-        ledger = trainer.ledger if problems else {**ledger, **trainer.ledger}  # noqa: F821
+        ledger |= trainer.ledger
     assert "unproven" not in check(tmp_path, ledger).violations
 
 
