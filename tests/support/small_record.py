@@ -21,6 +21,11 @@ from sync.wire import Version
 
 LEDGER = {0: {1: ["a", "b"], 2: ["c", "d"]}, 1: {2: ["c", "d"], 3: ["f", "e"]}}
 """Lineage 1 resumes at step 1, trains step 2 anew and makes step 3."""
+WEIGHTED = (
+    "UPDATE batch SET members = (SELECT json_group_array(json_array(value ->> 0, value ->> 1, {})) "
+    "FROM json_each(members))"
+)
+"""With a loss weight that is filled in, for every rollout of every batch."""
 
 
 def record(folder: Path) -> sqlite3.Connection:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_record import LEDGER, ledgers, record
+from small_record import LEDGER, WEIGHTED, ledgers, record
 
 from distill.record.audit import AuditReport, audit
-from distill.record.reader import ask
 from distill.record.store import Store
-from sync.base.errors import DataError
 
 
 def audited(folder: Path, change: str = "", trained: dict[int, dict[int, list[str]]] = LEDGER) -> AuditReport:
@@ -35,12 +33,6 @@ def test_a_run_that_has_only_begun_passes(tmp_path: Path) -> None:
     """Its servers start and are checked, and nothing is committed yet."""
     Store(tmp_path).close()
     assert audit(tmp_path).ok
-
-
-WEIGHTS = (
-    "UPDATE batch SET members = (SELECT json_group_array(json_array(value ->> 0, value ->> 1, {})) "
-    "FROM json_each(members))"
-)
 
 
 def third_step(*ids: str) -> dict[int, dict[int, list[str]]]:
@@ -76,7 +68,7 @@ def test_a_step_that_a_crash_cut_off_may_be_half_in_the_ledger_unless_it_was_rep
 
 
 def test_late_rollouts_up_to_the_hard_limit_pass_with_the_weight_of_their_age(tmp_path: Path) -> None:
-    late = f"UPDATE batch SET max_staleness = 0, half_life = 2.0; {WEIGHTS} WHERE (lineage, step) <> (0, 0)"
+    late = f"UPDATE batch SET max_staleness = 0, half_life = 2.0; {WEIGHTED} WHERE (lineage, step) <> (0, 0)"
     for name, weight in {"right": 2**-0.5, "another": 0.5}.items():
         (tmp_path / name).mkdir()
         report = audited(tmp_path / name, late.format(weight))
@@ -134,18 +126,3 @@ CHANGES: dict[str, dict[str, list[str]]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_the_record_does_not_hold_or_holds_otherwise_is_found(tmp_path: Path, change: str) -> None:
     assert audited(tmp_path, change).violations == CHANGES[change]
-
-
-def test_a_live_record_answers_and_only_reads(tmp_path: Path) -> None:
-    db = record(tmp_path)
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("UPDATE rollout_row SET reverse_kl = 4.5 WHERE id = 'c'")
-    worst = "SELECT id, reverse_kl FROM rollout WHERE reverse_kl > 1"
-    assert ask(tmp_path, worst) == (["id", "reverse_kl"], [("c", 4.5)])
-    ledgers(tmp_path, LEDGER)
-    ages = "SELECT rollout, age FROM trained_age WHERE lineage = 1 AND step = 3"
-    assert ask(tmp_path, ages)[1] == [("f", 1), ("e", 1)]
-    assert ("view", "trained_age") in [row[:2] for row in ask(tmp_path)[1]]
-    for question in ("DELETE FROM batch", "DROP TABLE temp.line", "PRAGMA journal_mode = DELETE"):
-        with pytest.raises(DataError, match="not authorized"):
-            ask(tmp_path, question)
