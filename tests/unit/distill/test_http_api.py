@@ -1,4 +1,4 @@
-"""The trainer's routes over real HTTP."""
+"""Over real HTTP: the trainer's routes, those of servers, and the replica's client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer, rows_in
+from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer, rows_in, weights_of
+from served_app import at_url, replica_app
 from starlette.requests import Request
 from starlette.responses import Response
 from typer.testing import CliRunner
@@ -21,17 +22,16 @@ from distill.aio import cancel
 from distill.cli.main import app
 from distill.controller import Controller
 from distill.interfaces import Hooks
+from distill.rollout.replica_client import HttpReplica
 from distill.trainer_api.http_api import listen, while_serving
 from student_trainer.controller_client import ControllerClient
 from sync import wire
 from sync.base.address import Address
-from sync.base.errors import ConfigError, RemoteError
+from sync.base.errors import ConfigError, RemoteError, Unreachable
 from sync.wire import BatchRequest, Head, Servers, TeacherServers, TrainBatch, TrainerWelcome, Version
 from sync.wire.client import BlockingPeer
 
 TOKEN = "secret"
-
-
 ANSWER = cast(type[TrainBatch], TrainBatch | wire.Wait | wire.Stop)
 
 
@@ -144,39 +144,28 @@ async def test_a_poll_without_a_batch_waits_and_is_told_to_ask_again(controller,
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("hellos", "said", "problem"),
     [
-        (request(Version(3, 0)), "not of the current lineage 0"),
-        (request(Version(0, 5)), "step 5 cannot be requested"),
-        (request(Version(0, 0), 1), "rank 1 of 1 is not one of the 1 ranks"),
-        (request(Version(0, 0), 0, 4), "rank 0 of 4 is not one of the 1 ranks"),
+        (1, request(Version(3, 0)), "409: .*not of the current lineage 0"),
+        (1, request(Version(0, 5)), "409: .*step 5 cannot be requested"),
+        (1, request(Version(0, 0), 1), "409: .*rank 1 of 1 is not one of the 1 ranks"),
+        (1, request(Version(0, 0), 0, 4), "409: .*rank 0 of 4 is not one of the 1 ranks"),
+        (0, request(Version(0, 0)), "say hello again"),
+        (2, request(Version(0, 0)), "another trainer has started"),
+        (0, hello(checkpoint=Version(4, 2)), "belongs to no lineage"),
+        (1, hello(model="other"), "is not the run's model"),
+        (0, hello(3, sharing=2), r"2 ranks are to share rows and the trainer has 3: trainer\.seq"),
+        (0, wire.Ok(), "400: .* is not a"),
     ],
 )
-async def test_what_cannot_be_asked_is_refused(remote, asked: BatchRequest, message: str) -> None:
-    await remote.call("/v1/hello", hello(), TrainerWelcome)
-    with pytest.raises(RemoteError, match=f"409: .*{message}"):
-        await remote.call("/v1/batch", asked, ANSWER)
-
-
-async def test_batches_before_a_hello_are_refused(remote) -> None:
-    with pytest.raises(RemoteError, match="say hello again"):
-        await remote.batch(Version(0, 0))
-
-
-async def test_a_trainer_that_was_replaced_is_told(remote) -> None:
-    await remote.call("/v1/hello", hello(), TrainerWelcome)
-    second = await remote.call("/v1/hello", hello(), TrainerWelcome)
-    assert second.version == Version(1, 0)
-    with pytest.raises(RemoteError, match="another trainer has started"):
-        await remote.batch(Version(0, 0))
-
-
-async def test_another_model_and_a_strange_checkpoint_are_refused(remote) -> None:
-    with pytest.raises(RemoteError, match="belongs to no lineage"):
-        await remote.call("/v1/hello", hello(checkpoint=Version(4, 2)), TrainerWelcome)
-    await remote.call("/v1/hello", hello(), TrainerWelcome)
-    with pytest.raises(RemoteError, match="is not the run's model"):
-        await remote.call("/v1/hello", hello(model="other"), TrainerWelcome)
+async def test_what_a_trainer_cannot_say_is_refused(
+    remote, hellos: int, said: wire.Message, problem: str
+) -> None:
+    for _ in range(hellos):
+        await remote.call("/v1/hello", hello(), TrainerWelcome)
+    path = "/v1/batch" if isinstance(said, BatchRequest) else "/v1/hello"
+    with pytest.raises(RemoteError, match=problem):
+        await remote.call(path, said)
 
 
 @pytest.mark.parametrize(("ranks", "sharing"), [(1, 1), (4, 2), (2, 2)])
@@ -194,11 +183,6 @@ async def test_ranks_that_share_rows_get_the_same_of_as_many_more_tokens(
         longest = max(rows.tokens.shape[0] for rows in rows_in(parts))
         assert longest <= 24 * sharing
         assert (longest > 24) == (sharing > 1)
-
-
-async def test_ranks_that_cannot_share_rows_are_refused(remote) -> None:
-    with pytest.raises(RemoteError, match=r"2 ranks are to share rows and the trainer has 3: trainer\.seq"):
-        await remote.call("/v1/hello", hello(3, sharing=2), TrainerWelcome)
 
 
 async def test_a_teachers_head_is_passed_through(remote, monkeypatch) -> None:
@@ -224,24 +208,10 @@ async def test_a_rank_learns_where_a_teacher_keeps_scores(remote) -> None:
         await remote.call("/v1/teachers/x", None, TeacherServers)
 
 
-async def test_a_body_that_is_no_message_is_refused(remote) -> None:
-    with pytest.raises(RemoteError, match=r"400: .* is not a"):
-        await remote.call("/v1/hello", wire.Ok(), TrainerWelcome)
-
-
 async def test_every_route_but_health_needs_the_token(remote) -> None:
     assert (await remote.get("/health")).status_code == 200
     assert (await remote.get("/metrics")).status_code == 401
     assert (await remote.get("/metrics", authorization=f"Bearer {TOKEN}")).status_code == 200
-
-
-def test_a_taken_port_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} .*choose another controller\.port"):
-            listen("127.0.0.1", port, None)
 
 
 def test_an_open_address_needs_a_token() -> None:
@@ -351,17 +321,71 @@ def test_a_controller_that_is_away_says_nothing_about_replicas() -> None:
     assert ControllerClient(peer).lost("0-1") is None
 
 
-def test_a_controller_that_was_killed_is_followed_by_one_on_the_same_port() -> None:
+def test_a_taken_port_is_named_and_that_of_a_controller_that_was_killed_is_free() -> None:
     """Its clients may not have noticed yet: their connections are half closed."""
     first = listen("127.0.0.1", 0, None)
     host, port = first.getsockname()
     first.listen()
     with socket.create_connection((host, port)) as client:
         accepted, _ = first.accept()
-        with pytest.raises(ConfigError, match="cannot listen"):
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} .*choose another controller\.port"):
             listen(host, port, None)
         accepted.close()
         first.close()
         with listen(host, port, None) as second:
             second.listen()
             assert client.recv(1) == b""
+
+
+# --- the replica's client against a server that speaks its routes -----------------------------------------
+
+
+PROMPTS = [wire.GeneratePrompt(f"p{i}", [1, 2]) for i in range(3)]
+REQUEST = wire.GenerateRequest(sampling=wire.Sampling(max_tokens=8), prompts=PROMPTS)
+
+
+async def collect(client: HttpReplica, into: list[wire.Generated | wire.GenerateFailed]) -> None:
+    async for answer in client.generate(REQUEST):
+        into.append(answer)
+
+
+async def test_completions_updates_and_digests_come_over_http() -> None:
+    engine = MemoryReplica(spoil=lambda a: wire.GenerateFailed(id=a.id, error="no") if a.id == "p1" else a)
+    async with at_url(replica_app(engine)) as url, HttpReplica(url) as client:
+        assert await client.alive()
+        answers: list[wire.Generated | wire.GenerateFailed] = []
+        await collect(client, answers)
+        assert [answer.id for answer in answers] == ["p0", "p1", "p2"]
+        assert isinstance(answers[1], wire.GenerateFailed)
+        assert isinstance(answers[2], wire.Generated)
+
+        reply = await client.update(wire.UpdateRequest(version=Version(0, 4)), 5.0)
+        assert reply.version == (await client.state()).version == Version(0, 4)
+        assert (await client.state(digests=True)).digests == weights_of(Version(0, 4))
+        with pytest.raises(RemoteError, match=r"409: digest of model\.weight differs"):
+            await client.update(wire.UpdateRequest(version=Version(0, 13)), 5.0)
+
+
+async def test_a_stream_that_breaks_keeps_what_came_before() -> None:
+    async with at_url(replica_app(MemoryReplica(), cut=2)) as url, HttpReplica(url) as client:
+        answers: list[wire.Generated | wire.GenerateFailed] = []
+        with pytest.raises(Unreachable, match="in the middle of a frame"):
+            await collect(client, answers)
+        assert len(answers) == 2
+
+
+async def test_nobody_there_is_not_alive() -> None:
+    async with HttpReplica("http://127.0.0.1:9") as client:
+        assert not await client.alive()
+        with pytest.raises(Unreachable):
+            await collect(client, [])
+
+
+async def test_membership_of_a_broadcast_is_not_requested_twice() -> None:
+    """A snapshot may be asked for until its time is over; here that would be an hour."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        ticket = wire.BroadcastTicket("127.0.0.1:1", "group", 1, 2)
+        async with HttpReplica(f"http://127.0.0.1:{bound.getsockname()[1]}") as client:
+            with pytest.raises(Unreachable, match="ClientConnectorError"):
+                await client.update(wire.UpdateRequest(version=Version(0, 1), broadcast=ticket), 3600.0)
