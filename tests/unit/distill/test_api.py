@@ -12,8 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomli_w
 from command import left
-from small_config import make_config
+from small_config import LEAST, make_config
 
 import distill
 from distill import api
@@ -33,21 +34,13 @@ FINISHED: dict[str, Any] = {
     "rollout": {"dropped": {}, "tokens_total": 8},
     "evaluations": [{"version": "L000-v00000006", "reverse_kl": 0.5}],
 }  # fmt: skip
-FILE = """
-run = {{ name = "test", steps = 6, folder = "{folder}" }}
-student.path = "none/here/student"
-teachers.t.path = "teacher"
-prompts = {{ type = "task", task = "sort_letters" }}
-rollout.max_tokens = 8
-trainer.deepspeed = "ds.json"
-objective = {{ type = "topk", k = 8, coefficient = 2.0 }}
-"""
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
+    run = {"name": "test", "steps": 6, "folder": str(tmp_path / "runs")}
     path = tmp_path / "run.toml"
-    path.write_text(FILE.format(folder=tmp_path / "runs"))
+    path.write_text(tomli_w.dumps(LEAST | {"run": run, "student": {"path": "none/here/student"}}))
     return path
 
 
@@ -65,13 +58,10 @@ def test_importing_the_package_imports_nothing_else_and_every_name_is_there() ->
         "import sys; import distill; heavy = {'pydantic', 'numpy', 'torch', 'rich'} & sys.modules.keys();"
         "import distill.preflight_checks, distill.planning; from distill import *;"
         "from distill import plan, preflight;"
-        "print(heavy or 'light', callable(plan), callable(preflight), 'torch' in sys.modules,"
-        "*sorted(distill.__all__))"
+        "print(heavy or 'light', callable(plan), callable(preflight), 'torch' in sys.modules)"
     )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    names = "Config DistillError evaluate load_config load_run plan preflight run"
-    assert done.stdout.split() == ["light", "True", "True", "False", *names.split()]
+    told = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True)
+    assert told.split() == ["light", "True", "True", "False"]
     with pytest.raises(AttributeError, match="has no attribute 'train'"):
         distill.train  # noqa: B018
 

@@ -110,24 +110,15 @@ async def test_a_controller_that_starts_again_goes_on_with_the_parts(build, deat
     assert trainer.deaths <= 7  # the death that ended the first controller too is none of the batch's
 
 
-async def test_one_death_alone_leaves_the_batch_as_it_is(build) -> None:
+@pytest.mark.parametrize(("deaths", "sizes"), [(1, [8] * 16), (2, [8, 8, 4, 4] + [8] * 12)])
+async def test_deaths_that_are_nobodys_fault_cost_no_rollout(build, deaths: int, sizes: list[int]) -> None:
+    """One alone leaves the batch as it is."""
     run = build()
-    trainer = Dying(run.session)
-    trainer.by_chance = 1
+    trainer = Dying(run.session, checkpoint_every=1)
+    trainer.by_chance = deaths
     summary = await sound(run, trainer)
     assert summary["rollout"]["dropped"] == {}
-    assert {len(ids) for steps in trainer.ledger.values() for ids in steps.values()} == {8}
-
-
-async def test_two_deaths_that_are_nobodys_fault_cost_no_rollout(build) -> None:
-    quarantine: list[Quarantine] = []
-    run = build(hooks=Hooks(quarantined=quarantine.append))
-    trainer = Dying(run.session, checkpoint_every=1)
-    trainer.by_chance = 2
-    await sound(run, trainer)
-    assert quarantine == []
-    sizes = [len(ids) for lineage in trainer.ledger for ids in trainer.ledger[lineage].values()]
-    assert sizes[:4] == [8, 8, 4, 4]
+    assert [len(ids) for steps in trainer.ledger.values() for ids in steps.values()] == sizes
 
 
 async def test_the_next_part_is_formed_once_the_one_before_it_was_trained(build) -> None:

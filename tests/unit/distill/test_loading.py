@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from small_config import LEAST, make_config
 
 from distill.config.loading import load, load_run_dir, merge, parse_override, read, retyped, validate
@@ -23,42 +23,31 @@ ROWS = '{type="jsonl", path="x"}'
 
 
 @pytest.mark.parametrize(
-    ("override", "key", "hint"),
+    ("override", "says"),
     [
-        ("run.stps=3", "run.stps", "did you mean 'steps'?"),
-        ("studnt.path=3", "studnt", "did you mean 'student'?"),
-        ("teachers.t.engin=3", "teachers.t.engin", "did you mean 'engine'?"),
-        ("prompts.tsk=3", "prompts.tsk", "did you mean 'task'?"),
-        ('objective={type="topk",kk=3}', "objective.kk", "did you mean 'k'?"),
-        ('weights.store={type="xet",pth=3}', "weights.store.pth", "did you mean"),
-        ("evaluation.placement.prt=3", "evaluation.placement.prt", "did you mean"),
+        ("run.stps=3", "run.stps: did you mean 'steps'?"),
+        ("studnt.path=3", "studnt: did you mean 'student'?"),
+        ("teachers.t.engin=3", "teachers.t.engin: did you mean 'engine'?"),
+        ("prompts.tsk=3", "prompts.tsk: did you mean 'task'?"),
+        ('objective={type="topk",kk=3}', "objective.kk: did you mean 'k'?"),
+        ('weights.store={type="xet",pth=3}', "weights.store.pth: did you mean"),
+        ("evaluation.placement.prt=3", "evaluation.placement.prt: did you mean"),
         (
-            'prompts={type="mixture",task="x",parts={a={type="jsonl",path="x",feld="y"}}}',
-            "prompts.parts.a.feld",
-            "did you mean 'field'?",
+            'prompts={type="mixture",task="x",parts={a={type="jsonl",path="x",prompt_field="y"}}}',
+            "prompts.parts.a.prompt_field: did you mean 'field'?",
         ),
-        ("objective.kk=3", "objective.kk", "known of type 'auto' are coefficient,"),
-        ("trainer.lora.rnk=3", "trainer.lora.rnk", "did you mean 'rank'?"),
+        ("objective.kk=3", "objective.kk: known of type 'auto' are coefficient,"),
+        ("trainer.lora.rnk=3", "trainer.lora.rnk: did you mean 'rank'?"),
         (
             f"evaluation.sets.a={{source={ROWS}, tempreture=1}}",
-            "evaluation.sets.a.tempreture",
-            "did you mean 'temperature'?",
+            "evaluation.sets.a.tempreture: did you mean 'temperature'?",
         ),
-        (
-            f"evaluation.sets.a.source={ROWS[:-1]}, fild=1}}",
-            "evaluation.sets.a.source.fild",
-            "did you mean 'field'?",
-        ),
-        (
-            "buffer.zzzz=1",
-            "buffer.zzzz",
-            "known here are depth, fsync, late, max_staleness, score_batch, scores",
-        ),
+        (f"evaluation.sets.a.source={ROWS[:-1]}, fild=1}}", "evaluation.sets.a.source.fild: did you mean"),
+        ("buffer.zzzz=1", "buffer.zzzz: known here are depth, fsync, late, max_staleness, score_batch, "),
     ],
 )
-def test_an_unknown_key_is_named_with_the_nearest_known_one_or_all(
-    override: str, key: str, hint: str
-) -> None:
+def test_an_unknown_key_is_named_with_the_nearest_known_one_or_all(override: str, says: str) -> None:
+    key, _, hint = says.partition(": ")
     assert problem(override).startswith(f"my.toml: {key} is not a known key: {hint}")
 
 
@@ -88,10 +77,19 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one_or_all(
             'prompts={type="jsonl",path="p",chat_template_kwargs={enable_thinking="False"}}',
             "enable_thinking = 'False': every text is true to a template: write false",
         ),
+        ("teachers.u.device=cpu", "teachers.u.path is missing: it has no default"),
+        (
+            'student.urls=["http://h:1","http://h:l"]',
+            "urls.1 = 'http://h:l': not a server's URL (Inv",
+        ),
+        ("weights.store.path=x", 'weights.store.type is missing: … one of directory, xet, … "p'),
+        ("buffer.late.seconds=5", "buffer.late.type is missing: set it too, … drop, wait, freshness"),
+        ('prompts={type="mixture",parts={a={path="x"}}}', "prompts.parts.a.type is missing: set it too"),
     ],
 )
-def test_a_wrong_value_is_shown_with_its_rule(override: str, expected: str) -> None:
-    assert expected in problem(override)
+def test_a_wrong_value_or_a_missing_one_is_shown_with_its_rule(override: str, expected: str) -> None:
+    message = problem(override)
+    assert all(words in message for words in expected.split(" … ")), message
 
 
 @pytest.mark.parametrize("engine", ["transformers", "my_engine:make"])
@@ -99,29 +97,6 @@ def test_arguments_of_an_engine_other_than_vllm_are_its_own(config: Any, engine:
     args = {"max-num-seqs": 0, "gpu_memory_utilization": "auto"}
     teacher = {"path": "teacher", "engine": engine, "engine_args": args}
     assert config(teachers={"t": teacher}).teachers["t"].engine_args == args
-
-
-@pytest.mark.parametrize(
-    ("override", "types"),
-    [
-        ("weights.store.path=x", 'weights.store.type is missing: .* one of directory, xet, .*, "p'),
-        ("buffer.late.seconds=5", "buffer.late.type is missing: set it too, .* drop, wait, freshness$"),
-        ('prompts={type="mixture",parts={a={path="x"}}}', "prompts.parts.a.type is missing: set it too"),
-    ],
-)
-def test_a_section_without_its_type_is_told_the_types(override: str, types: str) -> None:
-    assert re.search(types, problem(override))
-
-
-def test_a_url_of_several_is_named_by_its_place() -> None:
-    message = problem('student.urls=["http://h:1","http://h:l"]')
-    rule = "not a server's URL (Invalid port: 'l'): write http://host:port"
-    assert message == f"my.toml: student.urls.1 = 'http://h:l': {rule}"
-
-
-def test_a_missing_key_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"run\.steps is missing: it has no default"):
-        validate(LEAST | {"run": {"name": "x"}}, "my.toml")
 
 
 def test_every_wrong_key_is_reported_at_once() -> None:
@@ -271,11 +246,8 @@ def test_the_same_type_a_plain_key_and_an_unknown_type_drop_nothing(override: st
 
 def test_a_file_is_loaded_with_another_type_and_one_line_says_what_went(tmp_path, caplog) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(
-        'run = {name="x", steps=3}\nstudent.path="s"\nteachers.t.path="t"\nrollout.max_tokens=12\n'
-        'prompts={type="task", task="sort_letters"}\ntrainer.deepspeed="x.json"\n'
-        'objective={type="topk", k=8, coefficient=2.0}\n'
-    )
+    objective = {"type": "topk", "k": 8, "coefficient": 2.0}
+    path.write_text(tomli_w.dumps(LEAST | {"objective": objective}))
     objective = load(path, ["objective.type=sampled"]).objective
     assert (objective.type, objective.coefficient) == ("sampled", 2.0)
     said = "--set objective.type=sampled: objective of type 'sampled' has no k, which is left out"
