@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import hostile_store
 import huggingface_hub.constants
-import model_hub
 import pytest
 from command import left
 from huggingface_hub import ModelCard
 from memory_store import MemoryStore
-from ports import served
+from ports import Handler, served
 from small_config import make_config
 from typer.testing import CliRunner
 
@@ -148,6 +150,63 @@ def test_an_adapter_is_loaded_over_its_base(tmp_path: Path) -> None:
 # --- export and upload --------------------------------------------------------------------------------------
 
 
+TOKEN = "hf_" + "a" * 34
+
+
+class ModelHub(ThreadingHTTPServer):
+    """A Hub of models on loopback, in memory: what huggingface_hub needs to create one and upload a folder.
+
+    `models`: name → file → content. `created`: bodies of the requests that created one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.models: dict[str, dict[str, bytes]] = {}
+        self.created: list[dict[str, Any]] = []
+
+
+class _Handler(Handler):
+    server: ModelHub
+
+    def do_GET(self) -> None:
+        name = self.path.removeprefix("/api/models/").split("?")[0].removesuffix("/revision/main")
+        if name in self.server.models:
+            self._answer(200, {"id": name, "sha": "0" * 40, "siblings": []})
+        else:
+            self._answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+
+    def do_POST(self) -> None:
+        body = self.body()
+        if self.headers["authorization"] != f"Bearer {TOKEN}":
+            self._answer(401, {"error": "Invalid credentials"})
+        elif self.path == "/api/repos/create":
+            wanted = json.loads(body)
+            self.server.created.append(wanted)
+            name = f"{wanted.get('organization', 'acme')}/{wanted['name']}"
+            known = name in self.server.models
+            self.server.models.setdefault(name, {})
+            self._answer(409 if known else 200, {"url": f"{self.server.url}/{name}"})
+        elif self.path == "/api/validate-yaml":  # of README.md
+            self._answer(200, {"errors": [], "warnings": []})
+        elif self.path.endswith("/preupload/main"):
+            files = [{"path": one["path"], "uploadMode": "regular"} for one in json.loads(body)["files"]]
+            self._answer(200, {"files": [{**one, "shouldIgnore": False} for one in files]})
+        else:
+            self._commit(self.path.removeprefix("/api/models/").removesuffix("/commit/main"), body)
+
+    def _commit(self, name: str, body: bytes) -> None:
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                content = base64.b64decode(line["value"]["content"])
+                self.server.models[name][line["value"]["path"]] = content
+        url = f"{self.server.url}/{name}/commit/{'1' * 40}"
+        self._answer(200, {"commitUrl": url, "commitOid": "1" * 40, "success": True})
+
+    def _answer(self, status: int, value: object, headers: dict[str, str] | None = None) -> None:
+        self.answer(status, json.dumps(value).encode(), headers or {})
+
+
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
     """A run's folder with two published versions and a summary."""
@@ -165,11 +224,11 @@ def finished(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[model_hub.ModelHub]:
-    with served(model_hub.ModelHub()) as hub:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
+    with served(ModelHub()) as hub:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_TOKEN", model_hub.TOKEN)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield hub
 
 
@@ -181,7 +240,7 @@ def test_an_export_has_a_card_and_uploads_nothing(finished: Path, tmp_path: Path
 
 
 def test_an_export_is_uploaded_and_an_existing_model_is_asked_for_by_name(
-    finished: Path, tmp_path: Path, hub: model_hub.ModelHub
+    finished: Path, tmp_path: Path, hub: ModelHub
 ) -> None:
     def export(target: str, *words: str, answer: str = "") -> tuple[int, str]:
         arguments = ["export", str(finished), str(tmp_path / target), "--push-to-hub", "acme/new", *words]
@@ -210,8 +269,8 @@ def test_an_export_is_uploaded_and_an_existing_model_is_asked_for_by_name(
     ("repo", "token", "message"),
     [
         ("acme/new", "", "acme/new needs a Hugging Face token with write access, and none is set"),
-        ("a/b/c", model_hub.TOKEN, "--push-to-hub a/b/c: give OWNER/NAME of a model on the Hub"),
-        ("acme/new", model_hub.TOKEN + "x", "acme/new cannot be uploaded: .*401.*check HF_TOKEN"),
+        ("a/b/c", TOKEN, "--push-to-hub a/b/c: give OWNER/NAME of a model on the Hub"),
+        ("acme/new", TOKEN + "x", "acme/new cannot be uploaded: .*401.*check HF_TOKEN"),
     ],
 )
 def test_what_cannot_be_uploaded_is_one_message(
