@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,6 @@ from distill.interfaces import Components
 from distill.prompts.sources import longest_sequence, open_prompts
 from distill.prompts.stream import PromptStream
 from distill.record.store import Store
-from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import letter_tokenizer
 from sync import wire
 from sync.base.tokenizers import load_tokenizer
@@ -63,22 +63,19 @@ class Replica(MemoryReplica):
         super().__init__()
         self.model = Qwen3ForCausalLM.from_pretrained(folder)
         self.random = torch.Generator().manual_seed(3)
-        self.served: list[GenerateRequest] = []
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-        self.served.append(request)
-        for prompt in request.prompts:
-            ids: list[int] = []
-            while len(ids) < request.sampling.max_tokens and EOS not in ids:
-                logp_V = log_probs(self.model, [*prompt.token_ids, *ids])[-1]
-                ids.append(int(torch.multinomial(logp_V.exp(), 1, generator=self.random)))
-            yield wire.Generated(
-                id=prompt.id,
-                token_ids=pack(np.array(ids, "i4")),
-                logprob=pack(np.full(len(ids), -1.0, "f4")),
-                spans=[wire.VersionSpan(self.version or Version(0, 0), 0, len(ids))],
-                finish_reason="stop" if ids[-1] == EOS else "length",
-            )
+    async def _complete(self, prompt: wire.GeneratePrompt, request: GenerateRequest) -> wire.Generated:
+        ids: list[int] = []
+        while len(ids) < request.sampling.max_tokens and EOS not in ids:
+            logp_V = log_probs(self.model, [*prompt.token_ids, *ids])[-1]
+            ids.append(int(torch.multinomial(logp_V.exp(), 1, generator=self.random)))
+        return wire.Generated(
+            id=prompt.id,
+            token_ids=pack(np.array(ids, "i4")),
+            logprob=pack(np.full(len(ids), -1.0, "f4")),
+            spans=[wire.VersionSpan(self.version or Version(0, 0), 0, len(ids))],
+            finish_reason="stop" if ids[-1] == EOS else "length",
+        )
 
 
 class Teacher:
@@ -129,6 +126,26 @@ def log_probs(model: Any, tokens: list[int]) -> torch.Tensor:
     return model(input_ids=torch.tensor([tokens])).logits[0, :, :KNOWN].float().log_softmax(-1)
 
 
+def by_hand(models: Path) -> np.ndarray:
+    """[R, 3]: of each held-out completion or episode exact KL and log p − log q, summed over the student's
+    tokens, and their number."""
+    student, teacher = (Qwen3ForCausalLM.from_pretrained(models / name) for name in ("student", "teacher"))
+
+    def sums(prompt: list[int], done: list[int], own: list[tuple[int, int]]) -> np.ndarray:
+        logp, logq = (log_probs(model, prompt + done)[len(prompt) - 1 : -1] for model in (student, teacher))
+        exact = (logp.exp() * (logp - logq)).sum(-1)
+        sampled = (logp - logq).gather(1, torch.tensor(done)[:, None])[:, 0]
+        places = [place for start, end in own for place in range(start, end)]
+        return np.array([exact[places].sum(), sampled[places].sum(), len(places)])
+
+    def of(row: dict[str, Any]) -> np.ndarray:
+        if "sequences" in row:
+            return sum(sums(part["prompt_ids"], part["token_ids"], part["own"]) for part in row["sequences"])
+        return sums(letter_tokenizer().encode(row["prompt"]), row["token_ids"], [(0, len(row["token_ids"]))])
+
+    return np.array([of(row) for row in lines(models)])
+
+
 def configure(tmp_path: Path, **evaluation: Any) -> RunConfig:
     return make_config(
         run={"name": "x", "folder": tmp_path},
@@ -138,14 +155,6 @@ def configure(tmp_path: Path, **evaluation: Any) -> RunConfig:
         rollout={"max_tokens": 6, "request_size": 5},
         evaluation={"prompts": 12, "batch_tokens": 64, "device": "cpu", **evaluation},
     )
-
-
-class Folders:
-    def __init__(self, folder: Path) -> None:
-        self.path = folder
-
-    def folder(self, version: Version) -> Path:
-        return self.path
 
 
 def lines(models: Path, name: str = "held_out", version: Version = Version(0, 0)) -> list[dict[str, Any]]:
@@ -162,7 +171,7 @@ def evaluation(
     """A controller whose evaluator is in this process; the replica is its only one."""
     tokenizer, context = load_tokenizer(config.student), longest_sequence(config)
     split = open_prompts(config, tokenizer, context)
-    weights: Any = Folders(models / "student")
+    weights: Any = SimpleNamespace(folder=lambda version: models / "student")
     evaluator: Any = Evaluator(config, weights, teachers)
     parts = Components(
         replicas={"r0": replica},

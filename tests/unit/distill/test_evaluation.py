@@ -18,16 +18,15 @@ import torch
 from evaluated_models import (
     Replica,
     Teacher,
+    by_hand,
     completed,
     configure,
     evaluated,
     evaluation,
     lines,
-    log_probs,
     save,
 )
 from msgspec.structs import replace
-from transformers import Qwen3ForCausalLM
 
 from distill import events
 from distill.controller import Controller
@@ -61,17 +60,6 @@ def evaluator(models: Path, teacher: Any, vllm: Any, rollout: Any = (), **settin
     return evaluation(config, models, vllm, {"t": teacher})
 
 
-def by_hand(models: Path, row: dict[str, Any]) -> tuple[float, float, int]:
-    """Exact KL and log p − log q, summed over the tokens of a completion; and their number."""
-    student, teacher = (Qwen3ForCausalLM.from_pretrained(models / name) for name in ("student", "teacher"))
-    prompt, done = letter_tokenizer().encode(row["prompt"]), row["token_ids"]
-    assert letter_tokenizer().decode(done) == row["completion"]
-    logp, logq = (log_probs(model, prompt + done)[len(prompt) - 1 : -1] for model in (student, teacher))
-    at = torch.tensor(done)[:, None]
-    sampled = float((logp.gather(1, at) - logq.gather(1, at)).sum())
-    return float((logp.exp() * (logp - logq)).sum()), sampled, len(done)
-
-
 @pytest.mark.parametrize("positions", [3, 1 << 20])
 async def test_reverse_kl_is_the_mean_over_tokens_of_the_full_sum_however_requests_are_split(
     models: Path, monkeypatch: pytest.MonkeyPatch, positions: int
@@ -81,13 +69,15 @@ async def test_reverse_kl_is_the_mean_over_tokens_of_the_full_sum_however_reques
     teacher = Teacher(models / "teacher")
     found = await evaluated(evaluator(models, teacher, Replica(models / "student")))
     assert (teacher.requests > 8) == (positions == 3)
-    sums = [by_hand(models, row) for row in lines(models)]
-    expected = sum(one[0] for one in sums) / sum(one[2] for one in sums)
-    assert found.reverse_kl == pytest.approx(expected, rel=1e-4)
+    rows = lines(models)
+    assert [row["completion"] for row in rows] == [
+        letter_tokenizer().decode(row["token_ids"]) for row in rows
+    ]
+    exact, _, tokens = by_hand(models).sum(0)
+    assert found.reverse_kl == pytest.approx(exact / tokens, rel=1e-4)
     assert found.reverse_kl > 0.1
-    assert found.reverse_kl_error is None
-    assert (found.completions, found.tokens) == (12, sum(one[2] for one in sums))
-    assert found.truncated == sum(row["finish_reason"] == "length" for row in lines(models)) / 12
+    assert (found.completions, found.tokens, found.reverse_kl_error) == (12, tokens, None)
+    assert found.truncated == sum(row["finish_reason"] == "length" for row in rows) / 12
 
 
 async def test_the_teacher_completes_the_held_out_prompts_once_for_all_versions(models: Path) -> None:
@@ -110,12 +100,11 @@ async def test_a_teacher_that_generates_nothing_leaves_no_reference(models: Path
 async def test_without_hidden_states_it_is_estimated_from_the_sampled_tokens(models: Path) -> None:
     teacher = Teacher(models / "teacher", hidden=False)
     found = await evaluated(evaluator(models, teacher, Replica(models / "student")))
-    sums = [by_hand(models, row) for row in lines(models)]
-    tokens = sum(one[2] for one in sums)
-    ratio = sum(one[1] for one in sums) / tokens
-    rest = sum((x - ratio * n) ** 2 for _, x, n in sums)
+    _, sampled_R, tokens_R = by_hand(models).T
+    ratio = sampled_R.sum() / tokens_R.sum()
+    rest = ((sampled_R - ratio * tokens_R) ** 2).sum()
     assert found.reverse_kl == pytest.approx(ratio, rel=1e-4)
-    assert found.reverse_kl_error == pytest.approx(math.sqrt(12 / 11 * rest) / tokens, rel=1e-4)
+    assert found.reverse_kl_error == pytest.approx(math.sqrt(12 / 11 * rest) / tokens_R.sum(), rel=1e-4)
 
 
 def test_the_estimate_is_unbiased_and_its_error_is_what_it_spreads_by() -> None:
@@ -170,19 +159,6 @@ def test_work_is_split_at_the_limit_and_nothing_is_lost() -> None:
 # --- completions ------------------------------------------------------------------------------------------
 
 
-class Changed(Replica):
-    """Changes the answers that `spoils` says."""
-
-    def __init__(self, folder: Path, change: Callable[[Generated], Answer], spoils: str = "") -> None:
-        super().__init__(folder)
-        self.change, self.spoils = change, spoils
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-        async for answer in super().generate(request):
-            assert isinstance(answer, Generated)
-            yield self.change(answer) if self.spoils in answer.id else answer
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -196,7 +172,8 @@ class Changed(Replica):
 async def test_completions_that_cannot_be_used_are_generated_again_and_not_for_ever(
     models: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Generated], Answer], problem: str
 ) -> None:
-    lying = Changed(models / "student", change, spoils=":7:0")
+    lying = Replica(models / "student")
+    lying.spoil = lambda answer: change(answer) if ":7:0" in answer.id else answer
     run = evaluator(models, Teacher(models / "teacher"), lying)
     with pytest.raises(RemoteError, match=r"5 completions of eval:.*:held_out:7:0 were lost \(unusable\)"):
         await completed(run, Version(0, 2))
@@ -230,7 +207,7 @@ async def test_what_a_lost_replica_has_completed_is_not_generated_again(models: 
     replica = Short(models / "student")
     run = evaluator(models, Teacher(models / "teacher"), replica)
     assert len((await completed(run))["held_out"]) == 12
-    again = [prompt.id for request in replica.served[3:] for prompt in request.prompts]
+    again = [prompt.id for request in [*replica.served][3:] for prompt in request.prompts]
     assert again == [f"eval:{Version(0, 0)}:held_out:7:0"]
 
 
@@ -249,7 +226,7 @@ async def test_a_replica_that_leaves_prompts_unanswered_is_given_up_at_last(mode
 async def test_a_replica_that_generates_nothing_is_stalled_for_an_evaluation_too(models: Path) -> None:
     class Stalled(Replica):
         async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-            if len(self.served) == 0:
+            if not self.served:
                 self.served.append(request)
                 await asyncio.Event().wait()
             async for answer in super().generate(request):
@@ -365,7 +342,6 @@ async def test_graded_rewards_pass_from_the_threshold_of_their_prompts_on(models
     assert {name: found[name].pass_at_1.value for name in sets} == {"usual": 0, "half": 0.5, "any": 0.75}
     assert {found[name].average.value for name in sets} == {(0.25 + 0.5 + 0.75) / 4}
     majority = found["half"].majority
-    assert majority is not None
     assert majority.value == 0.5
 
 

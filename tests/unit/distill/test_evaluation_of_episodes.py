@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,22 @@ from episodes import ANSWER, ASK, HIGHER, LOWER, USER, GuessEnvironment, Trouble
 from evaluated_models import (
     Replica,
     Teacher,
+    by_hand,
     completed,
     configure,
     evaluated,
     evaluation,
     lines,
-    log_probs,
     save,
 )
 from in_memory import MemoryReplica
-from transformers import Qwen3ForCausalLM
 
 from distill.config.loading import validate
 from distill.controller import Controller
 from distill.evaluation.generation import GONE_SECONDS
-from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import letter_tokenizer
 from sync.base.errors import DataError, RemoteError
-from sync.wire import GenerateRequest
+from sync.wire import Generated
 
 TASKS = 12
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -64,19 +62,6 @@ def evaluator(
     return evaluation(validate(raw, "x"), models, replica, teachers, {"guess": environment})
 
 
-def by_hand(models: Path, row: dict[str, Any]) -> tuple[float, int]:
-    """Exact KL summed over the student's tokens, and their number."""
-    student, teacher = (Qwen3ForCausalLM.from_pretrained(models / name) for name in ("student", "teacher"))
-    sums, tokens = 0.0, 0
-    for part in row["sequences"]:
-        sequence, first = part["prompt_ids"] + part["token_ids"], len(part["prompt_ids"])
-        logp, logq = (log_probs(model, sequence)[first - 1 : -1] for model in (student, teacher))
-        kl = (logp.exp() * (logp - logq)).sum(-1)
-        own = [place for start, end in part["own"] for place in range(start, end)]
-        sums, tokens = sums + float(kl[own].sum()), tokens + len(own)
-    return sums, tokens
-
-
 async def test_every_held_out_task_is_played_and_only_own_tokens_count(models: Path) -> None:
     environment, replica = GuessEnvironment(), Replica(models / "student")
     report = await evaluated(evaluator(models, environment, replica))
@@ -93,10 +78,9 @@ async def test_every_held_out_task_is_played_and_only_own_tokens_count(models: P
         said = "".join(turn["environment"] + turn["student"] for turn in row["turns"])
         assert said == letter_tokenizer().decode(part["prompt_ids"] + tokens)
         assert row["metrics"] == {"guesses": len(row["turns"])}
-    sums = [by_hand(models, row) for row in rows]
-    tokens = sum(count for _, count in sums)
+    exact, _, tokens = by_hand(models).sum(0)
     assert tokens < sum(len(row["sequences"][0]["token_ids"]) for row in rows)
-    assert report.reverse_kl == pytest.approx(sum(kl for kl, _ in sums) / tokens, rel=1e-4)
+    assert report.reverse_kl == pytest.approx(exact / tokens, rel=1e-4)
     assert (report.completions, report.tokens) == (TASKS, tokens)
     assert report.pass_rate == sum(row["reward"] == 1.0 for row in rows) / TASKS
 
@@ -109,28 +93,13 @@ async def test_each_turn_counts_once_where_the_context_is_rewritten(models: Path
         first, second = row["sequences"]
         assert len(first["own"]) + len(second["own"]) == len(row["turns"])
         assert second["prompt_ids"][:-3] == (first["prompt_ids"] + first["token_ids"])[:-1]
-    sums = [by_hand(models, row) for row in rows]
-    tokens = sum(count for _, count in sums)
+    exact, _, tokens = by_hand(models).sum(0)
     assert (report.completions, report.tokens) == (TASKS, tokens)
-    assert report.reverse_kl == pytest.approx(sum(kl for kl, _ in sums) / tokens, rel=1e-4)
+    assert report.reverse_kl == pytest.approx(exact / tokens, rel=1e-4)
 
 
-class Player(MemoryReplica):
-    """Bisects; `broken` after so many turns."""
-
-    turns = 0
-    broken = -1
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-        if self.turns == self.broken:
-            self.die()
-        self.turns += len(request.prompts)
-        async for answer in super().generate(request):
-            yield answer
-
-
-def player() -> Player:
-    return Player(player=bisects)
+def player() -> MemoryReplica:
+    return MemoryReplica(player=bisects)
 
 
 async def test_what_was_played_is_evaluated_by_another_process(models: Path) -> None:
@@ -141,7 +110,6 @@ async def test_what_was_played_is_evaluated_by_another_process(models: Path) -> 
     report = await evaluated(again)
     assert len(environment.begun) == TASKS
     assert (report.pass_rate, report.truncated) == (1.0, 0.0)
-    assert report.pass_rate_interval is not None
     assert report.pass_rate_interval[0] < 1.0
 
 
@@ -212,28 +180,32 @@ async def test_a_task_whose_environment_always_fails_has_an_error_and_no_reward(
 
 
 @pytest.mark.virtual_time
-async def test_an_environment_that_fails_task_after_task_ends_the_evaluation(models: Path) -> None:
-    broken = GuessEnvironment(trouble=lambda id, turn: "raise")
-    one = evaluator(models, broken, player())
-    with pytest.raises(
-        DataError, match=r"environment guess failed task \d+: .*; the last of 8 tasks in a row"
-    ):
-        await completed(one)
-    assert not broken.games
-
-
-@pytest.mark.virtual_time
-async def test_an_environment_that_stays_away_is_an_error_and_no_lost_replica(models: Path) -> None:
-    away = GuessEnvironment(trouble=lambda id, turn: "gone")
-    one = evaluator(models, away, player())
-    with pytest.raises(RemoteError, match=f"environment guess was not up for {GONE_SECONDS:.0f} s"):
-        await completed(one)
+@pytest.mark.parametrize(
+    ("trouble", "error", "problem"),
+    [
+        ("raise", DataError, r"environment guess failed task \d+: .*; the last of 8 tasks in a row"),
+        ("gone", RemoteError, f"environment guess was not up for {GONE_SECONDS:.0f} s"),
+    ],
+)
+async def test_an_environment_that_fails_task_after_task_or_stays_away_ends_the_evaluation(
+    models: Path, trouble: Trouble, error: type[Exception], problem: str
+) -> None:
+    broken = GuessEnvironment(trouble=lambda id, turn: trouble)
+    with pytest.raises(error, match=problem):
+        await completed(evaluator(models, broken, player()))
+    assert trouble == "gone" or not broken.games
 
 
 @pytest.mark.virtual_time
 async def test_a_replica_that_dies_between_turns_is_lost_and_another_plays_the_rest(models: Path) -> None:
     environment, dying = GuessEnvironment(), player()
-    dying.broken = 5
+
+    def die(answer: Generated) -> Generated:
+        if dying.generated == 5:
+            dying.die()
+        return answer
+
+    dying.spoil = die
     run = evaluator(models, environment, dying)
 
     async def revive() -> None:
@@ -242,9 +214,8 @@ async def test_a_replica_that_dies_between_turns_is_lost_and_another_plays_the_r
         assert not environment.games
         dying.revive()
 
-    reviving = asyncio.create_task(revive())
-    assert {made.reward for made in (await completed(run))["held_out"]} == {1.0}
-    await reviving
+    made, _ = await asyncio.gather(completed(run), revive())
+    assert {one.reward for one in made["held_out"]} == {1.0}
     assert not environment.games
 
 
