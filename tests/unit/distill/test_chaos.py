@@ -97,7 +97,7 @@ class Chaos:
             if self._training.done():
                 break
             await self._rng.choice(kills)()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(600):
             await self._training
             return await self._running
 
@@ -268,25 +268,18 @@ def test_every_benchmark_says_what_it_takes_and_refuses_what_it_does_not_know(na
     assert "--no-such-option" in refused.output
 
 
-def test_a_benchmark_prints_a_table_and_writes_its_figures(tmp_path: Path) -> None:
+@pytest.mark.parametrize("problem", ["", "3 are lost"])
+def test_a_benchmark_prints_a_table_and_writes_its_figures_before_a_problem_in_them_ends_it(
+    tmp_path: Path, problem: str
+) -> None:
     def run(count: int = 1) -> dict[str, int]:
         return {"count": count}
 
-    app = typer.Typer()
-    app.command()(with_json(run, lambda figures: f"{figures['count']} of them"))
-    shown = CliRunner().invoke(app, ["--count", "3", "--json", str(tmp_path / "x.json")])
-    assert shown.output == "3 of them\n"
-    assert json.loads((tmp_path / "x.json").read_text()) == {"count": 3}
-
-
-def test_figures_with_a_problem_are_written_before_the_benchmark_fails(tmp_path: Path) -> None:
     app, file = typer.Typer(), tmp_path / "x.json"
-    problem = lambda figures: f"{figures['lost']} lost"  # noqa: E731
-    app.command()(with_json(lambda: {"lost": 1}, lambda _: "a table", problem))
-    failed = CliRunner().invoke(app, ["--json", str(file)])
-    assert isinstance(failed.exception, DistillError)
-    assert str(failed.exception) == "1 lost"
-    assert json.loads(file.read_text()) == {"lost": 1}
+    app.command()(with_json(run, lambda figures: f"{figures['count']} of them", lambda _: problem))
+    shown = CliRunner().invoke(app, ["--count", "3", "--json", str(file)])
+    assert (shown.output, str(shown.exception or "")) == ("3 of them\n", problem)
+    assert json.loads(file.read_text()) == {"count": 3}
 
 
 def test_a_name_that_is_none_is_refused_with_those_there_are() -> None:

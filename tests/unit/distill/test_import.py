@@ -111,7 +111,6 @@ async def test_a_controller_goes_on_with_an_imported_run_and_its_audit_is_clean(
     prompts = PromptStream(MemoryPrompts(), seed=0)
     told = resume(run, Start("r", 0, rules, prompts))
     checkpoint, reached = told.state.checkpoints[-1], told.state.reached
-    assert reached is not None
     before = rows_of(run, TRAINED)
     sections = {"run": {"name": "r", "steps": reached.step + 4}, "rollout": {"batch": rules.batch}}
     settings = config(buffer={"max_staleness": rules.bound.limit, **late}, **sections)
