@@ -7,10 +7,11 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
-import shipped_models
+from byte_tokenizer import byte_tokenizer
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 import distill
 from distill.config import RunConfig
@@ -37,6 +38,65 @@ TOYS: dict[str, tuple[Any, Any]] = {
 """Task and tokenizer of the quickstart that plays an environment of this name; "": that has none."""
 H100 = 79.6
 """GiB of a GPU sold with 80 GB."""
+TURNS: Final = (
+    "{%- for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+)
+HYBRID: Final = (
+    TURNS
+    + "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}"
+    + "{%- endif %}{%- endif %}"
+)
+"""Thinks unless told not to, as Qwen3 does."""
+NO_THINKING: Final = TURNS + "{%- endif %}"
+"""Never thinks, as Qwen3-Coder."""
+DENSE: Final = {
+    "Qwen/Qwen3-0.6B": (1024, 3072, 28, 16, True),
+    "Qwen/Qwen3-1.7B": (2048, 6144, 28, 16, True),
+    "Qwen/Qwen3-4B": (2560, 9728, 36, 32, True),
+    "Qwen/Qwen3-8B": (4096, 12288, 36, 32, False),
+    "Qwen/Qwen3-14B": (5120, 17408, 40, 40, False),
+    "Qwen/Qwen3-32B": (5120, 25600, 64, 64, False),
+}
+"""Width, feed-forward width, layers, heads, tied embeddings."""
+EXPERTS: Final = {
+    "Qwen/Qwen3-30B-A3B": (2048, 768, 48, 32),
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": (2048, 768, 48, 32),
+    "Qwen/Qwen3-235B-A22B": (4096, 1536, 94, 64),
+}
+"""Width, an expert's width, layers, heads; 128 experts, 8 a token."""
+
+
+def stand_in(folder: Path, name: str) -> Path:
+    """For the model called `name` on the Hub: a config of its shape, so that sizes computed from it are the
+    model's, and a tiny tokenizer with a chat template of its family's kind; no weights."""
+    place = folder / name.replace("/", "--")
+    if not place.is_dir():
+        config_of(name).save_pretrained(place)
+        template = NO_THINKING if "Coder" in name else HYBRID
+        byte_tokenizer(template, pad_token="<|endoftext|>").save_pretrained(place)
+    return place
+
+
+def config_of(name: str) -> Any:
+    longest = 262144 if "Coder" in name else 40960
+    shared = {"head_dim": 128, "vocab_size": 151936, "dtype": "bfloat16", "max_position_embeddings": longest}
+    if "SmolLM2-135M" in name:
+        shared = {"vocab_size": 49152, "dtype": "bfloat16", "max_position_embeddings": 8192}
+        return LlamaConfig(**sized(576, 1536, 30, 9, 3), tie_word_embeddings=True, **shared)
+    if name in DENSE:
+        *size, tied = DENSE[name]
+        return Qwen3Config(**sized(*size, 8), tie_word_embeddings=tied, **shared)
+    width, inner, layers, heads = EXPERTS[name]
+    experts = {"moe_intermediate_size": inner, "num_experts": 128, "num_experts_per_tok": 8}
+    sizes = sized(width, 3 * width, layers, heads, 4)
+    return Qwen3MoeConfig(**sizes, **experts, tie_word_embeddings=False, **shared)
+
+
+def sized(*size: int) -> dict[str, int]:
+    attention = "num_attention_heads", "num_key_value_heads"
+    return dict(zip(("hidden_size", "intermediate_size", "num_hidden_layers", *attention), size, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +121,13 @@ def replaced(config: RunConfig, models: Path, folder: Path) -> RunConfig:
 
     task, tokenizer = TOYS[next(iter(config.environments), "")]
 
-    def stand_in(source: Any, recipe: Recipe = task.TEACHER) -> Any:
+    def placed(source: Any, recipe: Recipe = task.TEACHER) -> Any:
         if source.path == "made by the command":  # of a quickstart, whose task makes them
             path = models / f"{task.__name__} of {recipe.width}"
             new_model(recipe, tokenizer()).save_pretrained(path)
             tokenizer().save_pretrained(path)
         else:
-            path = shipped_models.make(models, source.path)
+            path = stand_in(models, source.path)
         return source.model_copy(update={"path": str(path)})
 
     rows = folder / "rows"
@@ -79,8 +139,8 @@ def replaced(config: RunConfig, models: Path, folder: Path) -> RunConfig:
     (rows / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     update: dict[str, Any] = {
         "run": config.run.model_copy(update={"folder": folder / "runs"}),
-        "student": stand_in(config.student, task.STUDENT),
-        "teachers": {name: stand_in(teacher) for name, teacher in config.teachers.items()},
+        "student": placed(config.student, task.STUDENT),
+        "teachers": {name: placed(teacher) for name, teacher in config.teachers.items()},
         "environments": {
             name: one if one.python is None else one.model_copy(update={"python": Path(sys.executable)})
             for name, one in config.environments.items()
@@ -119,7 +179,7 @@ def test_the_stand_ins_are_of_the_size_that_they_stand_for(models: Path) -> None
     """Parameters of the model cards, in billions."""
     sizes = {"0.6B": 0.596, "1.7B": 1.72, "32B": 32.76, "30B-A3B": 30.53, "235B-A22B": 235.1}
     for name, size in sizes.items():
-        source = ModelSource(path=str(shipped_models.make(models, f"Qwen/Qwen3-{name}")))
+        source = ModelSource(path=str(stand_in(models, f"Qwen/Qwen3-{name}")))
         assert count_parameters(source) / 1e9 == pytest.approx(size, rel=0.005)
 
 

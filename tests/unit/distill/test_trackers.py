@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import wandb_server
 from command import left
 from faults import fill, free
-from ports import served
+from ports import Handler, served
 from small_config import make_config, run_of_letters
 from tmpfs import mounted
 
@@ -225,9 +226,32 @@ def test_a_key_is_looked_for_where_wandb_keeps_it(
     assert trackers.wandb_mode(make_config(tracking={"wandb": "online"})) == mode
 
 
+class WandbServer(ThreadingHTTPServer):
+    """What `distill overview` needs of wandb's. `views`: variables of every mutation that saved one."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Views)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.views: list[dict[str, Any]] = []
+
+
+class Views(Handler):
+    server: WandbServer
+
+    def do_POST(self) -> None:
+        body = self.body()
+        data: dict[str, Any] = {"viewer": {"id": "1", "entity": "acme", "username": "a", "flags": "{}"}}
+        if self.path == "/graphql":  # the rest is telemetry
+            asked = json.loads(gzip.decompress(body) if self.headers["content-encoding"] == "gzip" else body)
+            if "upsertView" in asked["query"]:
+                self.server.views.append(asked["variables"])
+                data = {"upsertView": {"view": {"id": "2", "name": "nw-saved-v"}, "inserted": True}}
+        self.answer(200, json.dumps({"data": data}).encode(), {"content-type": "application/json"})
+
+
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
 def test_an_overview_of_a_project_has_a_curve_for_each_figure(run: Any, monkeypatch, capsys) -> None:
-    with served(wandb_server.WandbServer()) as server:
+    with served(WandbServer()) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         assert left("overview", str(run.run_dir)) == 0
