@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from distill.config import RunConfig, loading
 from distill.config.loading import load, load_run_dir
@@ -39,7 +39,7 @@ folder = "{folder}"
 steps = 1
 [student]
 path = "{folder}/student"
-env = {{ WANDB_API_KEY = "{0}" }}
+env = {{ WANDB_API_KEY = "{0}", OMP_NUM_THREADS = "1" }}
 [student.engine_args]
 max-model-len = 64
 [teachers.here]
@@ -88,6 +88,12 @@ def shown(text: str | bytes) -> list[str]:
     return [one for one in PLANTED if (one.encode() if isinstance(text, bytes) else one) in text]
 
 
+def keep(config: RunConfig) -> None:
+    """In its run's folder."""
+    with RunFolder.open(config, resume=False) as folder:
+        folder.keep(record_of(config, {}))
+
+
 def files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -131,9 +137,8 @@ def test_no_file_of_a_run_and_no_command_line_shows_a_secret_and_every_role_has_
 def test_the_record_of_a_run_is_read_back_and_its_store_looks_for_its_secrets_elsewhere(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with RunFolder.open(config, resume=False) as folder:
-        folder.keep(record_of(config, {}))
-        (folder.path / "run.db").touch()
+    keep(config)
+    (config.run_dir / "run.db").touch()
     kept = load_run_dir(config.run_dir)
     assert (kept.run, kept.rollout) == (config.run, config.rollout)
     asked: list[dict[str, str]] = []
@@ -147,15 +152,15 @@ def test_the_record_of_a_run_is_read_back_and_its_store_looks_for_its_secrets_el
 
 
 def test_a_role_of_a_run_folder_inherits_variables_that_are_hidden_there(config: RunConfig) -> None:
-    with RunFolder.open(config, resume=False) as folder:
-        folder.keep(record_of(config, {}))
+    keep(config)
     kept = load(config.run_dir)
     with roles.Ports() as ports:
         child = roles.server(kept, processes(kept)[0], ports)
     assert "WANDB_API_KEY" not in child.env
+    assert child.env["OMP_NUM_THREADS"] == "1"
     assert kept.student.engine_args == config.student.engine_args
     assert kept.trainer.env == kept.teachers["here"].env == {}
-    assert load(config.run_dir, ["student.env.WANDB_API_KEY=given"]).student.env == {"WANDB_API_KEY": "given"}
+    assert load(config.run_dir, ["student.env.WANDB_API_KEY=given"]).student.env["WANDB_API_KEY"] == "given"
 
 
 def own_objective(config: RunConfig) -> RunConfig:
@@ -200,8 +205,7 @@ def test_a_role_that_needs_a_value_which_a_run_folder_hides_is_refused(
     config: RunConfig, serve: Callable[[RunConfig], Any], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "check_parts", lambda *_: None)
-    with RunFolder.open(config, resume=False) as folder:
-        folder.keep(record_of(config, {}))
+    keep(config)
     with pytest.raises(ConfigError, match=rf"(?m)^{key} holds a secret, which the run's folder does not"):
         serve(load(config.run_dir))
 
@@ -220,11 +224,9 @@ def test_wandb_keeps_no_secret_of_the_configuration_or_the_command_line(config, 
     sink = Wandb(config, RunIdentity(config.run.name, "0123abcd"))
     sink.log(1, {"loss": 0.5})
     sink.close()
-    deadline, written = time.monotonic() + 600.0, files(config.run_dir / "wandb")
-    while not recorded(written) and time.monotonic() < deadline:  # its service writes on behind the end
-        time.sleep(0.1)
-        written = files(config.run_dir / "wandb")
-    assert recorded(written), {path: len(content) for path, content in written.items()}
+    folder = config.run_dir / "wandb"
+    until(lambda: recorded(files(folder)), 600.0)  # its service writes on behind the end
+    written = files(folder)
     assert {path: shown(content) for path, content in written.items() if shown(content)} == {}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import socket
@@ -14,15 +13,13 @@ from typing import Any
 import pytest
 from small_config import LEAST
 
-from distill.config.loading import load_run_dir, merge, validate
+from distill.config.loading import merge, validate
 from distill.evaluation.service import keep_best
 from distill.launch.roles import Ports
-from distill.launch.run_folder import RunFolder, write_role
+from distill.launch.run_folder import RunFolder
 from distill.quickstart import make_room
-from distill.record.configuration import record_of
 from student_trainer.checkpoint_files import latest, saved
 from sync.base.errors import ConfigError
-from sync.base.secrets import HIDDEN
 from sync.wire import Version
 from sync.wire.server import join_port
 
@@ -73,20 +70,6 @@ def test_there_is_nothing_to_resume_in_a_new_folder_and_one_that_cannot_be_made_
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot be made \(Not a directory\)"):
         RunFolder.open(config(tmp_path / "file"), resume=False)
-
-
-def test_the_configuration_is_kept_without_secrets_and_can_be_read_again(tmp_path: Path) -> None:
-    env = {"WANDB_API_KEY": "s3cret", "OMP_NUM_THREADS": "1"}
-    settings = config(tmp_path, student={"path": "s", "env": env})
-    with RunFolder.open(settings, resume=False) as folder:
-        folder.keep(record_of(settings, {}))
-        kept = json.loads((folder.path / "config.json").read_text())
-        role = write_role(folder.path, "student", settings.student)
-    assert kept["student"]["env"] == {"WANDB_API_KEY": HIDDEN, "OMP_NUM_THREADS": "1"}
-    assert "s3cret" not in (tmp_path / "x" / "config.json").read_text()
-    assert json.loads(role.read_text())["path"] == "s"
-    assert "s3cret" not in role.read_text()
-    assert load_run_dir(tmp_path / "x").run == settings.run
 
 
 def test_a_port_in_use_and_an_address_of_another_machine_are_named_with_their_setting() -> None:
