@@ -405,18 +405,34 @@ def test_without_a_discount_a_token_is_credited_with_its_own_segment_alone() -> 
     assert (d_C + future_C).tolist() == [3, 2, 12, 8, 16]
 
 
-def test_a_teacher_that_is_the_student_with_other_ids_gives_no_loss() -> None:
-    random = np.random.default_rng(0)
-    letters = list("abcdefgh")
-    student, teacher = words(*letters), words(*random.permutation(letters))
-    logits = torch.randn(9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    ids = [*random.integers(0, 8, 20).tolist(), student.eos_token_id]
-    aligned = translation(student, teacher).completion(ids)
-    other = {student.convert_ids_to_tokens(id_): logit for id_, logit in enumerate(logits.tolist())}
-    values = [other[teacher.convert_ids_to_tokens(id_)] for id_ in range(9)]
-    theirs = torch.tensor(values, dtype=torch.float64)
-    scores = aligned.scores(theirs.log_softmax(0).numpy()[aligned.token_ids])
-    assert np.abs(scores - logits.log_softmax(0).numpy()[ids]).max() < 1e-6
+def by_support(
+    token_N: Tensor,
+    behavior_N: Tensor,
+    teacher_N: Tensor,
+    support: tuple[Any, Any, Any],
+    first: Any,
+    by_text: bool = True,
+    **more: Tensor,
+) -> Targets:
+    """Of the teacher's ids, their log q and the bytes that it parts at, all tokens fresh."""
+    ids_NK, logq_NK, parted_NB = support
+    count = len(token_N)
+    return Targets(
+        token_N,
+        behavior_N,
+        teacher_N,
+        torch.ones(count, dtype=torch.bool),
+        support_NK=torch.as_tensor(ids_NK).long(),
+        support_logp_NK=torch.as_tensor(logq_NK),
+        by_text_N=torch.full((count,), by_text),
+        parted_NB=torch.as_tensor(parted_NB),
+        first_V=torch.as_tensor(first),
+        **more,
+    )
+
+
+def parted(bits_CB: np.ndarray) -> np.ndarray:
+    return np.unpackbits(bits_CB, axis=1, count=OTHER + 1).astype(bool)
 
 
 def gradient(
@@ -446,18 +462,10 @@ def gradient(
             begins, starts = aligned.starts()
             ids_CK[begins] = both.shared[topk_MK[starts, :2]]
             logq_CK[begins] = logq_MK[starts, :2]
-        goal = Targets(
-            token_C,
-            behavior_C,
-            torch.where(segment_C == Segment.UNSCORED, behavior_C, teacher_C),
-            torch.ones(len(ids), dtype=torch.bool),
-            support_NK=torch.tensor(ids_CK).long(),
-            support_logp_NK=torch.tensor(logq_CK),
-            goes_on_N=segment_C == Segment.GOES_ON,
-            by_text_N=torch.full((len(ids),), by_text),
-            parted_NB=torch.tensor(np.unpackbits(bits_CB, axis=1, count=OTHER + 1).astype(bool)),
-            first_V=torch.tensor(first_bytes(student, [last])),
-        )
+        teacher_C = torch.where(segment_C == Segment.UNSCORED, behavior_C, teacher_C)
+        support, goes_on_C = (ids_CK, logq_CK, parted(bits_CB)), segment_C == Segment.GOES_ON
+        first = first_bytes(student, [last])
+        goal = by_support(token_C, behavior_C, teacher_C, support, first, by_text, goes_on_N=goes_on_C)
         factor_C = Discount(gamma, None, None).factor(own_C, goal)
         future_C = future_credit(own_C - goal.teacher_logp_N, factor_C, torch.zeros_like(token_C))
         loss_C, _ = divergence(logp, Targets(**{**vars(goal), "future_N": future_C}))
@@ -502,7 +510,7 @@ def test_with_other_ids_for_the_same_tokens_the_gradient_is_that_without() -> No
     """Token by token: nothing goes on behind a letter, so that G is everything."""
     letters = list("abcdefgh")
     student, teacher = words(*letters), words(*np.random.default_rng(0).permutation(letters))
-    both, size = translation(student, teacher), 9
+    both, size, first = translation(student, teacher), 9, first_bytes(student, [student.eos_token_id])
     live = policy(1, 1, size).requires_grad_()
     values = policy(2, 1, size).log_softmax(1)[0].tolist()
     logq = dict(zip([*letters, END], values, strict=True))
@@ -516,20 +524,11 @@ def test_with_other_ids_for_the_same_tokens_the_gradient_is_that_without() -> No
             aligned = both.completion(ids)
             tables = topk_MK.repeat(len(ids), 0), logq_M[topk_MK].repeat(len(ids), 0)
             ids_CK, logq_CK, bits_CB = both.support(ids, aligned, *tables)
-            parted_CB = torch.tensor(np.unpackbits(bits_CB, axis=1, count=OTHER + 1).astype(bool))
+            teacher_N = torch.tensor(aligned.scores(logq_M[aligned.token_ids])[:1].astype("f8"))
+            here = ids_CK[:1], logq_CK[:1], parted(bits_CB)[:1]
             for by_text, losses in terms.items():
                 logp = live.log_softmax(1)
-                goal = Targets(
-                    torch.tensor([y]),
-                    logp.detach()[:, y],
-                    torch.tensor(aligned.scores(logq_M[aligned.token_ids])[:1].astype("f8")),
-                    torch.tensor([True]),
-                    support_NK=torch.tensor(ids_CK[:1]).long(),
-                    support_logp_NK=torch.tensor(logq_CK[:1]),
-                    by_text_N=torch.tensor([by_text]),
-                    parted_NB=parted_CB[:1],
-                    first_V=torch.tensor(first_bytes(student, [student.eos_token_id])),
-                )
+                goal = by_support(torch.tensor([y]), logp.detach()[:, y], teacher_N, here, first, by_text)
                 assert {*ids_CK[0].tolist()} == {*logq_N[0].topk(k).indices.tolist()}
                 (part,) = torch.autograd.grad(hybrid(logp, goal, **UNCAPPED)[0].sum(), live)
                 losses.append(part)
@@ -542,17 +541,8 @@ def test_the_hybrid_gives_no_loss_where_the_teacher_is_the_student_with_other_id
     logq = policy(1, 1, 5).log_softmax(1)
     support_NK, parted_NB = torch.tensor([[1, 3, -1]]), torch.tensor([[True, True, True, True, False]])
     for y in range(5):
-        goal = Targets(
-            torch.tensor([y]),
-            logq[:, y],
-            logq[:, y],
-            torch.tensor([True]),
-            support_NK=support_NK,
-            support_logp_NK=logq[:, [1, 3, 4]],
-            by_text_N=torch.tensor([True]),
-            parted_NB=parted_NB & (y < 4),
-            first_V=torch.arange(5),
-        )
+        support = support_NK, logq[:, [1, 3, 4]], parted_NB & (y < 4)
+        goal = by_support(torch.tensor([y]), logq[:, y], logq[:, y], support, torch.arange(5))
         live = policy(1, 1, 5).requires_grad_()
         loss_N, stats = hybrid(live.log_softmax(1), goal, **UNCAPPED)
         (slope,) = torch.autograd.grad(loss_N.sum(), live)
