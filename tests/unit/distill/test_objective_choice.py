@@ -15,7 +15,6 @@ from distill.launch import single_role
 from distill.preflight_checks import objective
 from student_trainer.objectives.config import Auto, Full, Sampled, TopK
 from sync.base.errors import ConfigError
-from teacher_service.config import CAPABILITIES
 
 WIDTH = 512
 
@@ -116,6 +115,7 @@ def test_every_role_alone_resolves_the_same_objective(tmp_path: Path, monkeypatc
 
 
 HOT = {"teacher_temperature": "rollout"}
+COLD = 'objective.type = "topk" and objective.teacher_temperature = "one"'
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,7 @@ HOT = {"teacher_temperature": "rollout"}
         ({"type": "student_topk"}, ("topk",), 'objective.type = "topk"'),
         ({"type": "topk"}, ("gather",), 'objective.type = "sampled"'),
         ({"type": "topk", "on_policy": 0.5}, ("topk",), "objective.on_policy = 1"),
-        (
-            {"type": "full", **HOT},
-            ("topk",),
-            'objective.type = "topk" and objective.teacher_temperature = "one"',
-        ),
+        ({"type": "full", **HOT}, ("topk",), COLD),
         ({"type": "topk"}, ("topk",), ""),
         ({"type": "student_topk"}, ("gather",), 'buffer.scores = "inline"'),
         ({"type": "student_topk"}, ("gather", "topk"), ""),
@@ -172,11 +168,6 @@ def test_a_head_counts_in_the_precision_that_it_is_sent_in(tmp_path: Path) -> No
     for dtype, heads in {"bfloat16": 0, "float16": 1, "float32": 1}.items():
         config = unnamed(tmp_path, objective={"type": "full"}, teachers={"t": teacher | {"dtype": dtype}})
         assert len([*objective.too_large(config, vocab)]) == heads, "2,100,000 x 512 x 4 bytes pass 4 GiB"
-
-
-def test_the_table_of_engines_names_what_messages_name() -> None:
-    for kind in objective.ENGINES.values():
-        assert {*kind.can} <= {*CAPABILITIES}
 
 
 def test_experts_raise_the_tolerance_of_the_first_step(tmp_path: Path) -> None:

@@ -207,20 +207,17 @@ def test_a_signal_before_anything_listens_to_it_is_named(number: int, capsys) ->
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])
-def test_figures_that_were_altered_stop_no_resume(name: str, tmp_path, caplog) -> None:
+def test_seconds_are_those_of_the_later_of_two_files_and_altered_figures_stop_no_resume(
+    name: str, tmp_path, caplog
+) -> None:
+    """A start that was killed counts, and wrote no summary."""
     line = {"step": 1, "time": 2.0, "lineage": 0, "perf/run_seconds": 7.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     assert earlier_starts(tmp_path) == ({"run_seconds": 7.0}, 7.0)
-    (tmp_path / "summary.json").write_text('{"seconds": {"total": 9.0}}')
-    assert earlier_starts(tmp_path) == ({"run_seconds": 7.0}, 9.0)
+    for total, seconds in ((9.0, 9.0), (5.0, 7.0)):
+        (tmp_path / "summary.json").write_text(json.dumps({"seconds": {"total": total}}))
+        assert earlier_starts(tmp_path) == ({"run_seconds": 7.0}, seconds)
     (tmp_path / name).write_text('{"step"\n{"step": 2}\n')
     assert earlier_starts(tmp_path) == ({}, 0.0)
     assert name in caplog.text
     assert "the seconds of earlier starts are left out" in caplog.text
-
-
-def test_a_start_that_was_killed_counts_although_it_wrote_no_summary(tmp_path: Path) -> None:
-    line = {"step": 9, "time": 2.0, "lineage": 1, "perf/run_seconds": 650.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    (tmp_path / "summary.json").write_text('{"seconds": {"total": 120.0}}')
-    assert earlier_starts(tmp_path) == ({"run_seconds": 650.0}, 650.0)

@@ -66,12 +66,8 @@ def test_every_key_or_a_section_around_it_has_a_law() -> None:
 @pytest.mark.parametrize(
     ("path", "decision"),
     [
-        (("trainer", "lr"), "takes effect"),
         (("trainer", "lora", "rank"), "refused: weights and optimizer"),
-        (("teachers", "big", "path"), "refused: rollouts on record were scored"),
-        (("teachers", "big", "port"), "takes effect"),
         (("teachers", "big"), "refused: rollouts on record were scored"),
-        (("student", "engine_args", "max.model"), "takes effect"),
         (("content", "deepspeed", "optimizer", "params", "eps"), "takes effect"),
         (("content", "deepspeed", "optimizer", "type"), "refused: weights and optimizer"),
         (("run", "new_key"), "refused: rollouts on record"),
