@@ -18,6 +18,7 @@ import psutil
 import pytest
 from byte_tokenizer import Letters
 from small_config import make_config
+from waiting import until
 
 from distill.config.prompts import JsonlPrompts, TaskPrompts
 from distill.prompts import rewards
@@ -240,16 +241,8 @@ def test_a_function_of_the_users_reads_prompt_and_completion_and_may_return_nump
         (f"{__name__}:too_large_for_fp32", DataError, r"gave 1e\+39 for prompt 1"),
         (f"{__name__}:infinite_in_half", DataError, r"gave np\.float16\(inf\) for prompt 1"),
         (f"{__name__}:half_a_surrogate_pair", DataError, r"gave \(True, '\\ud83d'\) for .* answer as text"),
-        (
-            f"{__name__}:one_argument",
-            DataError,
-            r"raised TypeError .* called as function\(prompt, completion\)",
-        ),
-        (
-            f"{__name__}:for_other_trainers",
-            ConfigError,
-            r"takes \(solution_str, ground_truth\), and it is called",
-        ),
+        (f"{__name__}:one_argument", DataError, r"TypeError .* called as function\(prompt, completion\)"),
+        (f"{__name__}:for_other_trainers", ConfigError, r"takes \(solution_str, ground_truth\), and it"),
         (f"{__name__}:later", DataError, r"gave <coroutine"),
     ],
 )
@@ -271,32 +264,18 @@ def test_a_reward_function_that_fails_later_is_named_with_its_input() -> None:
         rewarded(f"{__name__}:only_short", "x", "abc")
 
 
+NONE = ["none", "1/2", "10^5", "2026-11-01", "1,5", "1.2.3", "\\frac12", "\\sqrt{2}", "5\\pi", "1{,}234"]
+
+
 @pytest.mark.parametrize(
     ("reward_fn", "gold", "message"),
-    [
-        ("number", "none", r"prompts\.jsonl:2: the reference answer 'none' ends on no decimal number"),
-        *(
-            ("number", gold, r"prompts\.jsonl:2: the reference answer .* ends on no decimal number")
-            for gold in (
-                "1/2",
-                "10^5",
-                "2026-11-01",
-                "1,5",
-                "1.2.3",
-                "\\frac12",
-                "\\sqrt{2}",
-                "5\\pi",
-                "1{,}234",
-            )
-        ),
-        ("contains", " ", r"prompts\.jsonl:2: the reference answer is empty"),
-    ],
+    [*(("number", gold, "'.*' ends on no decimal number") for gold in NONE), ("contains", " ", "is empty")],
 )
 def test_an_answer_that_nothing_can_equal_is_named_by_file_and_line(
     tmp_path: Path, reward_fn: str, gold: str, message: str
 ) -> None:
     rows = [{"prompt": "a", "gold": "1"}, {"prompt": "b", "gold": gold}]
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=rf"prompts\.jsonl:2: the reference answer {message}"):
         open_rows(tmp_path, rows, answer_field="gold", reward_fn=reward_fn)
 
 
@@ -307,6 +286,8 @@ import os, sys, time
 def reward_fn(prompt, completion):
     print("noise on stdout")
     if prompt.answer == "hang":
+        if prompt.text:
+            open(prompt.text, "a").write("asked")
         time.sleep(1000)
     if prompt.answer in ("fork", "session", "daemon", "daemon of the dead"):
         if os.fork() == 0:
@@ -361,26 +342,24 @@ async def test_user_code_runs_in_other_processes_and_what_it_prints_is_no_answer
 
 
 async def test_a_function_that_hangs_costs_its_completion_and_the_next_ones_go_on(pool: RewardPool) -> None:
-    await pool.reward(asking("pid"), [3])
-    began = time.monotonic()
     with pytest.raises(DataError, match=r"more than 5 s for prompt 7, completion of 2 tokens and was killed"):
         await pool.reward(asking("hang"), [3, EOS_ID])
-    assert time.monotonic() - began < 30
     assert (await pool.reward(asking("pid"), [4])).answer == LETTERS[1]
 
 
-async def test_a_completion_that_nobody_waits_for_any_more_is_not_asked_about(pool: RewardPool) -> None:
-    await pool.reward(asking("pid"), [3])
-    began = time.monotonic()
-    hanging = asyncio.create_task(pool.reward(asking("hang"), [3]))
-    await asyncio.sleep(1.0)
-    left = [asyncio.create_task(pool.reward(asking("hang"), [3])) for _ in range(8)]
+async def test_a_completion_that_nobody_waits_for_any_more_is_not_asked_about(
+    pool: RewardPool, tmp_path: Path
+) -> None:
+    hang = asking("hang", str(tmp_path / "asked"))
+    hanging = asyncio.create_task(pool.reward(hang, [3]))
+    await asyncio.to_thread(until, (tmp_path / "asked").exists)
+    left = [asyncio.create_task(pool.reward(hang, [3])) for _ in range(8)]
     await asyncio.sleep(0)
     for task in left:
         task.cancel()
     assert (await pool.reward(asking("pid"), [4])).answer == LETTERS[1]
-    assert time.monotonic() - began < 30, "one limit of 5 s, not nine"
     assert isinstance(hanging.exception(), DataError)
+    assert (tmp_path / "asked").read_text() == "asked"
 
 
 @pytest.mark.parametrize(
@@ -396,10 +375,8 @@ async def test_what_a_function_starts_ends_with_its_worker_in_whatever_session_i
     pool: RewardPool, tmp_path: Path, answer: str, problem: str
 ) -> None:
     marker = tmp_path / "forked"
-    began = time.monotonic()
     with pytest.raises(DataError, match=problem):
         await pool.reward(asking(answer, str(marker)), [3, EOS_ID])
-    assert time.monotonic() - began < 30
     assert not psutil.pid_exists(int(marker.read_text())), "it is gone before its completion has failed"
 
 

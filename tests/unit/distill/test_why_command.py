@@ -49,7 +49,9 @@ async def test_a_live_run_says_what_its_trainer_waits_for_to_whoever_has_its_tok
     await run.session.hello(TrainerHello(1, None, "m", "test"))
     run.session.requested = 0
     run.session.wake()
-    await asyncio.sleep(0.1)
+    async with asyncio.timeout(60):
+        while len(run.why()) < 3:
+            await run.events.changed.wait(0.01)
     shown = await asyncio.to_thread(CliRunner().invoke, app, ["why", str(folder)])
     await cancel([task])
     _, trainer, root = shown.output.splitlines()
@@ -99,7 +101,9 @@ async def test_a_process_that_is_stopped_is_the_root_of_what_a_live_run_waits_fo
         while run.record.state.reached is None or run.record.state.reached.step < 3:
             await run.events.changed.wait(0.1)
         process.send_signal(signal.SIGSTOP)
-        await asyncio.sleep(3.0)
+        async with asyncio.timeout(60):
+            while not any(re.match("  ← scoring waits [1-9]", line) for line in run.why()):
+                await run.events.changed.wait(0.1)
         stopped = await asyncio.to_thread(lines, folder)
         process.send_signal(signal.SIGCONT)
         step = run.record.state.reached.step
