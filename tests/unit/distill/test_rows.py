@@ -39,9 +39,13 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 def read(path: Path, value: Any, written: str | None = CHATML, **settings: Any) -> str:
     """The prompt of a row with that value, decoded."""
     path.write_text(json.dumps({"prompt": value}) + "\n")
-    config, tok = JsonlPrompts(type="jsonl", path=path, **settings), byte_tokenizer(written)
-    (prompt,) = RowReader(config, row_encoder(tok, config), 500).prompts(jsonl_rows(path))
+    tok = byte_tokenizer(written)
+    (prompt,) = reader_of(JsonlPrompts(type="jsonl", path=path, **settings), tok).prompts(jsonl_rows(path))
     return str(tok.decode(prompt.token_ids))
+
+
+def reader_of(config: JsonlPrompts | DatasetPrompts, tok: Any = None, **more: Any) -> RowReader:
+    return RowReader(config, row_encoder(tok or byte_tokenizer(), config), 500, **more)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +77,7 @@ def test_text_parts_are_joined_by_a_line_break_and_the_suffix_follows_them(tmp_p
     ("value", "message"),
     [
         ([USER, ANSWER], "the last message is the assistant's, '4.', .*set drop_answer = true"),
-        (
-            [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
-            "last message is the assistant's, 'b'",
-        ),
+        ([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "is the assistant's, 'b'"),
         ([SYSTEM], r"no message is the user's, roles are \['system'\]"),
         ([ANSWER], "no message is the user's"),
         ([USER, SYSTEM], "the last message has role 'system', which no assistant answers: put it first"),
@@ -98,10 +99,7 @@ def test_text_parts_are_joined_by_a_line_break_and_the_suffix_follows_them(tmp_p
         ([USER, CALLS, USER], "tool_calls, which the chat template does not"),
         (json.dumps(USER), "is JSON of chat messages, and not a list of them: give the list alone"),
         (json.dumps({"messages": [USER]}), "is JSON of chat messages, and not a list of them"),
-        (
-            "<s>[INST] 2+2? [/INST]",
-            r"begins with '<s>\[INST\] 2\+2\? \[/INST\]', as a chat of another family",
-        ),
+        ("<s>[INST] 2+2? [/INST]", r"begins with '<s>\[INST\] 2\+2\?.*', as a chat of another family"),
         ("<|begin_of_text|>hi", "begins with '<|begin_of_text|>hi', as a chat of another family"),
         ("<start_of_turn>user\nhi", "as a chat of another family does .*: give its messages"),
         (ASKED, "begins with the control token '<|im_start|>', .* set template = \"plain\""),
@@ -153,10 +151,7 @@ def test_what_a_tool_says_may_be_written_as_json(tmp_path: Path) -> None:
     [
         (CHATML.replace("messages %}", "messages if m.role != 'assistant' %}"), "'assistant' says 0 times"),
         (CHATML.replace("messages %}", "messages[-1:] %}"), "'user' says 0 times"),
-        (
-            "{{ messages[0].content }}" + CHATML,
-            "'user' says 2 times: change the row, or name another template",
-        ),
+        ("{{ messages[0].content }}" + CHATML, "'user' says 2 times: change the row, or name another"),
     ],
 )
 def test_a_template_that_leaves_out_or_repeats_what_is_found_in_other_words_is_refused(
@@ -170,15 +165,9 @@ def test_a_template_that_leaves_out_or_repeats_what_is_found_in_other_words_is_r
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (
-            gzip.compress(b'{"prompt": "a"}'),
-            "not JSON .* in UTF-8; a folder of Parquet, Arrow, CSV or compress",
-        ),
+        (gzip.compress(b'{"prompt": "a"}'), "not JSON .* in UTF-8; a folder of .* or compress"),
         ('{"prompt": "a"}\n'.encode("utf-16"), "not JSON .* in UTF-8"),
-        (
-            b'{"prompt": "a", "prompt": "b"}',
-            r"an object has a key twice, its keys are \['prompt', 'prompt'\]",
-        ),
+        (b'{"prompt": "a", "prompt": "b"}', r"has a key twice, its keys are \['prompt', 'prompt'\]"),
         (b'{"prompt": ' + b"[" * 100_000, "not JSON .*recursion"),
     ],
     ids=["gzip", "utf-16", "twice", "deep"],
@@ -207,8 +196,7 @@ def test_a_prompt_begins_once_and_does_not_end_before_the_answer(tmp_path: Path)
 def answers(folder: Path, reward: str | None = "exact") -> list[str | None]:
     """Of the rows of a dataset in a folder, in order."""
     config = DatasetPrompts(type="dataset", path=str(folder), answer_field="answer", reward_fn=reward)
-    reader = RowReader(config, row_encoder(byte_tokenizer(), config), 500)
-    return [prompt.answer for prompt in reader.prompts(dataset_rows(config))]
+    return [prompt.answer for prompt in reader_of(config).prompts(dataset_rows(config))]
 
 
 def test_answers_keep_the_text_that_a_csv_file_has_for_them(tmp_path: Path) -> None:
@@ -226,7 +214,7 @@ def test_answers_keep_the_text_that_a_jsonl_file_has_for_them(tmp_path: Path) ->
     path = tmp_path / "p.jsonl"
     path.write_text("".join(f'{{"prompt": "?", "answer": {text}}}\n' for text in texts))
     config = JsonlPrompts(type="jsonl", path=path, answer_field="answer", reward_fn="exact")
-    reader = RowReader(config, row_encoder(byte_tokenizer(), config), 500)
+    reader = reader_of(config)
     found = [prompt.answer for prompt in reader.prompts(jsonl_rows(path))]
     assert found == [text.strip('"') for text in texts]
     path.write_text('{"prompt": "?", "answer": NaN}\n')
@@ -263,9 +251,7 @@ def test_an_answer_that_a_table_has_other_than_its_file_is_refused(tmp_path: Pat
     datasets.Dataset.from_dict({"prompt": ["a"], "answer": [1]}, features).to_parquet(
         tmp_path / "train.parquet"
     )
-    with pytest.raises(
-        DataError, match=r"'answer' holds numbers, which stand for neg, pos: write these texts"
-    ):
+    with pytest.raises(DataError, match=r"'answer' holds numbers, which stand for neg, pos: write"):
         answers(tmp_path)
     with pytest.raises(DataError, match=r"train\.parquet is a file: name the folder that holds it"):
         answers(tmp_path / "train.parquet")
@@ -275,8 +261,7 @@ def test_a_tools_column_and_control_tokens_in_data_are_named(tmp_path: Path) -> 
     path = tmp_path / "p.jsonl"
     rows = [{"prompt": "hi"}, {"prompt": "hi<|im_end|>", "tools": [{}]}, {"prompt": "a", "tools": None}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config, tok = JsonlPrompts(type="jsonl", path=path), byte_tokenizer()
-    reader = RowReader(config, row_encoder(tok, config), 500, control=control_tokens(tok))
+    reader = reader_of(JsonlPrompts(type="jsonl", path=path), control=control_tokens(byte_tokenizer()))
     assert len([*reader.prompts(jsonl_rows(path))]) == 3
     assert reader.notes == (
         f"prompts: 1 rows of {path} hold a control token in their text, such as '<|im_end|>'",
@@ -292,17 +277,14 @@ def test_what_no_prompt_shows_is_named(tmp_path: Path) -> None:
         {"prompt": "Human: hi\n\nAssistant:", "input": "", "system": "Be kind."},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config, tok = JsonlPrompts(type="jsonl", path=path), byte_tokenizer(CHATML + "{# name #}")
-    reader = RowReader(
-        config, row_encoder(tok, config), 500, template=tok.chat_template, unknown=ord("?") - 30
-    )
+    template = CHATML + "{# name #}"
+    named = {"template": template, "unknown": ord("?") - 30}
+    reader = reader_of(JsonlPrompts(type="jsonl", path=path), byte_tokenizer(template), **named)
     assert len([*reader.prompts(jsonl_rows(path))]) == 2
     notes = "\n".join(reader.notes)
-    assert "'system' (2 of 2 rows)" in notes
-    assert "'images' of messages (1 of 2 rows)" in notes
-    assert "'answer' (1 of 2 rows)" in notes
-    assert "1 rows of" in notes
-    assert "end as a chat does that was rendered already" in notes
+    told = ["'system' (2 of 2 rows)", "'images' of messages (1 of 2 rows)", "'answer' (1 of 2 rows)"]
+    told += ["1 rows of", "end as a chat does that was rendered already"]
+    assert all(words in notes for words in told)
     assert not [word for word in ("input", "name", "weight") if repr(word) in notes]
 
 
@@ -359,9 +341,7 @@ def test_a_template_that_does_not_open_the_answer_is_refused(model: Path) -> Non
     config, lines = check_rendering(config_of(model), tokenizer)
     assert (config.rollout.stop_token_ids, lines) == ([], []), "[/INST] opens the answer"
     tokenizer.chat_template = CHATML.removesuffix(HEADER) + HEADER.replace("assistant", "model")
-    with pytest.raises(
-        DataError, match=r"opens the answer with .*model.*, and in a conversation .*assistant"
-    ):
+    with pytest.raises(DataError, match=r"opens the answer with .*model.*, and in a .*assistant"):
         check_rendering(config_of(model), tokenizer)
     tokenizer.chat_template = CHATML.removesuffix(HEADER) + HEADER.replace("assistant\n", "assistant")
     assert "the student writes the difference" in check_rendering(config_of(model), tokenizer)[1][0]

@@ -93,21 +93,15 @@ def test_a_resumed_stream_goes_on_with_the_same_rows(
 def test_a_resume_with_its_file_reads_little_again(dataset: DatasetPrompts, tmp_path: Path) -> None:
     whole = going_on(opened(dataset)[0], tmp_path)
     expected = texts(whole, range(55))[50:]
-    again = going_on(opened(dataset)[0], tmp_path)
-    assert texts(again, range(50, 55)) == expected
-    assert again._reader.read <= 3 * 7, "two blocks, and the beginning of a third"
-    other = going_on(opened(dataset.model_copy(update={"min_prompt_tokens": 2}))[0], tmp_path)
-    assert texts(other, range(5)) != texts(whole, range(5)), "the file of another stream is not believed"
-    (tmp_path / "stream-prompts.json").write_text("{")
-    assert texts(going_on(opened(dataset)[0], tmp_path), range(50, 55)) == expected
-
-
-def test_a_stream_is_resumed_again_and_again_at_one_place(dataset: DatasetPrompts, tmp_path: Path) -> None:
-    expected = texts(going_on(opened(dataset)[0], tmp_path), range(55))[50:]
     for _ in range(3):
         again = going_on(opened(dataset)[0], tmp_path)
         assert texts(again, range(50, 55)) == expected
         again._thread.shutdown()
+        assert again._reader.read <= 3 * 7, "two blocks, and the beginning of a third"
+    other = going_on(opened(dataset.model_copy(update={"min_prompt_tokens": 2}))[0], tmp_path)
+    assert texts(other, range(5)) != texts(whole, range(5)), "the file of another stream is not believed"
+    (tmp_path / "stream-prompts.json").write_text("{")
+    assert texts(going_on(opened(dataset)[0], tmp_path), range(50, 55)) == expected
 
 
 def test_two_blocks_are_in_memory_and_the_next_is_read_ahead(dataset: DatasetPrompts) -> None:
