@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from episodes import GuessEnvironment
 from in_memory import MemoryReplica
 from msgspec.structs import replace
 from small_config import make_config
@@ -31,8 +32,9 @@ from sync import wire
 from sync.base import tokenizers
 from sync.base.errors import ConfigError
 from sync.base.tokenizers import load_tokenizer
-from sync.wire import Array, ScoreSequence, pack, unpack
+from sync.wire import ScoreSequence, pack, unpack
 from teacher_service.client import Reply
+from teacher_service.config import CAPABILITIES
 from teacher_service.engines import build
 from teacher_service.engines.base import Engine, Item, ScoreOptions
 from teacher_service.messages import describe
@@ -141,30 +143,16 @@ def failed(said: list[Finding]) -> list[str]:
     return [one.check for one in said if one.problem]
 
 
-class Game:
-    """An environment without its process: episodes begin with the letters of their task."""
-
-    name = "e"
+class Game(GuessEnvironment):
+    """With what its service would tell of it."""
 
     def __init__(self, tokenizer: Any, tasks: int | None = None, fingerprint: str | None = None) -> None:
-        self._tokenizer, self._tasks = tokenizer, tasks
-        self._fingerprint = fingerprint or tokenizers.fingerprint(tokenizer)
-        self.begun: list[str] = []
+        super().__init__("e")
+        fingerprint = fingerprint or tokenizers.fingerprint(tokenizer)
+        self._told = {"tasks": tasks, "tokenizer_fingerprint": fingerprint}
 
     async def info(self, timeout: float) -> wire.EnvironmentInfo:
-        fields = {"name": "e", "environment": "a:b", "tokenizer_fingerprint": self._fingerprint}
-        return wire.EnvironmentInfo(tasks=self._tasks, **fields)
-
-    async def begin(self, id: str, task: int) -> wire.Turn:
-        self.begun.append(id)
-        ids = self._tokenizer("abcdefgh"[: 2 + task % 6] + ">", add_special_tokens=False)["input_ids"]
-        return wire.Turn(id=id, turn=0, token_ids=pack(np.array(ids, "i4")), keep=0)
-
-    async def proceed(self, id: str, turn: int, answer: Array, reason: str) -> wire.EpisodeOver:
-        return wire.EpisodeOver(id=id, reward=1.0)
-
-    async def end(self, ids: list[str]) -> None:
-        self.begun = [id for id in self.begun if id not in ids]
+        return wire.EnvironmentInfo(name="e", environment="a:b", **self._told)
 
 
 async def test_first_prompts_of_an_environment_are_what_is_probed(models: Path) -> None:
@@ -178,7 +166,8 @@ async def test_first_prompts_of_an_environment_are_what_is_probed(models: Path) 
         "environment e: same tokenizer", "environment e: tasks", "environment e: first prompts", "length",
     ]  # fmt: skip
     assert "have up to 28 + 12" in said[3].figure, "an episode is at most 40 tokens long"
-    assert not game.begun, "what was begun is ended"
+    assert game.begun
+    assert not game.games, "what was begun is ended"
     other = Game(load_tokenizer(config.student), tasks=9, fingerprint="0" * 96)
     said = await findings(config, Teacher(config), environments={"e": other})
     assert failed(said) == ["environment e: same tokenizer", "environment e: tasks"]
@@ -256,40 +245,39 @@ def test_a_teacher_that_is_the_student_and_masked_tokens_are_refused(models: Pat
     preflight.check(configure(models, objective=deaf | {"type": "sft"}))
 
 
-async def test_what_the_objective_needs_and_the_teacher_lacks_is_said(models: Path) -> None:
-    config = configure(models)
-    said = await findings(config, Teacher(config, can=["topk"]))
+ALL = {"can": [*CAPABILITIES]}
+HOT = {"type": "full", "teacher_temperature": "rollout"}
+
+
+@pytest.mark.parametrize(
+    ("objective", "lacks", "says", "enough"),
+    [
+        ({"type": "full"}, {"can": ["topk"]}, 'objective "full" needs hidden', ALL),
+        (
+            {"type": "topk", "k": 5},
+            {"max_topk": 4},
+            "objective.k is 5, and it gives at most 4 ids per position: set objective.k = 4",
+            {"max_topk": 5},
+        ),
+        (
+            {"type": "topk", "k": 4, "on_policy": 0.5},
+            {"can": ["topk"]},
+            'objective "topk" needs generate',
+            {"can": ["topk", "generate"]},  # entropy is missing, and is only measured
+        ),
+        (HOT, {"can": [*{*CAPABILITIES} - {"temperature"}]}, 'objective "full" needs temperature', ALL),
+    ],
+    ids=["hidden states", "ids", "completions", "temperature"],
+)
+async def test_what_the_objective_needs_and_the_teacher_lacks_is_said(
+    models: Path, objective: dict[str, Any], lacks: dict[str, Any], says: str, enough: dict[str, Any]
+) -> None:
+    config = configure(models, objective=objective, evaluation=None)
+    config = config.with_(rollout={"temperature": 0.5 if objective is HOT else 1.0})
+    said = await findings(config, Teacher(config, **lacks))
     assert failed(said) == ["teacher t: capabilities"]
-    assert 'objective "full" needs hidden' in said[-2].line
-
-
-async def test_more_ids_than_the_teacher_chooses_are_said(models: Path) -> None:
-    config = configure(models, objective={"type": "topk", "k": 5}, evaluation=None)
-    said = await findings(config, Teacher(config, max_topk=4))
-    assert failed(said) == ["teacher t: capabilities"]
-    assert "objective.k is 5, and it gives at most 4 ids per position: set objective.k = 4" in said[-2].line
-    assert failed(await findings(config, Teacher(config, max_topk=5))) == []
-
-
-async def test_a_teacher_that_is_to_write_and_cannot_is_said(models: Path) -> None:
-    config = configure(models, objective={"type": "topk", "k": 4, "on_policy": 0.5}, evaluation=None)
-    said = await findings(config, Teacher(config, can=["topk"]))
-    assert failed(said) == ["teacher t: capabilities"]
-    assert 'objective "topk" needs generate' in said[-2].line
-    said = await findings(config, Teacher(config, can=["topk", "generate"]))
-    assert failed(said) == []  # entropy is missing, and is only measured
-
-
-async def test_a_teacher_that_cannot_be_at_the_rollouts_temperature_is_said(models: Path) -> None:
-    objective = {"type": "full", "teacher_temperature": "rollout"}
-    config = configure(models, objective=objective).with_(rollout={"temperature": 0.5})
-    teacher = Teacher(config)
-    said = await findings(config, teacher, Evaluator(config))
-    assert failed(said) == []
-    can = [score_hidden for score_hidden in teacher.engine_info.can if score_hidden != "temperature"]
-    said = await findings(config, Teacher(config, can=can))
-    assert failed(said) == ["teacher t: capabilities"]
-    assert 'objective "full" needs temperature' in said[-2].line
+    assert says in said[-2].line
+    assert failed(await findings(config, Teacher(config, **enough))) == []
 
 
 async def test_a_context_that_is_too_short_is_caught_on_either_side(models: Path) -> None:
@@ -341,8 +329,14 @@ def test_the_longest_prompt_of_a_table_is_known_whatever_its_length(tmp_path: Pa
     assert longest_prompt(split_of(configure(models, prompts=prompts))) == 10
 
 
-def test_a_task_term_needs_prompts_that_have_a_reward(tmp_path: Path, models: Path) -> None:
-    sections = {"objective": {"type": "full", "task": {}}}
+@pytest.mark.parametrize(
+    "sections",
+    [{"objective": {"type": "full", "task": {}}}, {"evaluation": {"metric": "pass_rate", "device": "cpu"}}],
+    ids=["a task term", "the best version by pass rate"],
+)
+def test_what_counts_rewards_needs_prompts_that_have_one(
+    tmp_path: Path, models: Path, sections: dict[str, Any]
+) -> None:
     assert preflight.check(configure(models, **sections)).split.rewards is not None
     with pytest.raises(ConfigError, match=r'type "jsonl" have no reward: set prompts\.reward_fn'):
         preflight.check(configure(models, prompts=jsonl(tmp_path, '{"prompt": "abc>"}\n' * 20), **sections))
@@ -363,13 +357,6 @@ def test_every_data_source_needs_a_teacher_and_every_teacher_a_data_source(tmp_p
     with open(prompts["path"], "a") as file:
         file.write('{"prompt": "abc>", "from": "law"}\n')
     with pytest.raises(ConfigError, match="no teacher for data source 'law'"):
-        preflight.check(config)
-
-
-def test_the_best_version_by_pass_rate_needs_a_reward_function(tmp_path: Path, models: Path) -> None:
-    prompts = jsonl(tmp_path, '{"prompt": "abc>"}\n' * 20)
-    config = configure(models, prompts=prompts, evaluation={"metric": "pass_rate"})
-    with pytest.raises(ConfigError, match=r'prompts of type "jsonl" have no reward: set prompts\.reward_fn'):
         preflight.check(config)
 
 

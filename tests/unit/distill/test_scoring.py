@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,19 @@ class Bench:
             await asyncio.gather(*map(self.ask, work))
 
 
+@dataclass
+class Asked(MemoryTeacher):
+    """What it is asked for, and what it does before each answer."""
+
+    asked: list[Sequence[wire.ScoreSequence]] = field(default_factory=list)
+    first: Callable[[Sequence[wire.ScoreSequence]], Awaitable[object]] = lambda _: asyncio.sleep(0)
+
+    async def score(self, sequences, want, limit):
+        self.asked.append(sequences)
+        await self.first(sequences)
+        return await super().score(sequences, want, limit)
+
+
 async def test_completions_travel_in_batches_and_come_back_as_rollouts() -> None:
     teacher = MemoryTeacher()
     bench = Bench({"t": teacher}, Want(topk=2, entropy=True))
@@ -134,17 +148,11 @@ async def test_text_that_a_teacher_cannot_write_is_no_fault_of_its_server() -> N
 
 
 async def test_a_teacher_may_see_another_prompt() -> None:
-    seen: list[wire.ScoreSequence] = []
-
-    class Watching(MemoryTeacher):
-        async def score(self, sequences, want, limit):
-            seen.extend(sequences)
-            return await super().score(sequences, want, limit)
-
-    bench = Bench({"t": Watching()}, transforms={"t": lambda prompt: [9, 9, 9, *prompt.token_ids]})
+    teacher = Asked()
+    bench = Bench({"t": teacher}, transforms={"t": lambda prompt: [9, 9, 9, *prompt.token_ids]})
     await bench.score(completed(5))
-    assert unpack(seen[0].token_ids).tolist() == [9, 9, 9, 7, 5, 0, 1]
-    assert seen[0].start == 5
+    ((seen,),) = teacher.asked
+    assert (unpack(seen.token_ids).tolist(), seen.start) == ([9, 9, 9, 7, 5, 0, 1], 5)
     assert unpack(bench.rollouts[0].prompt).tolist() == [7, 5]
 
 
@@ -189,17 +197,15 @@ async def test_scores_go_by_reference_where_they_take_many_bytes_a_token(
     assert (bench.rollouts[0].topk_ids is not None) == (topk > 0 and not kept)
 
 
-async def test_one_refused_sequence_does_not_cost_the_others() -> None:
-    bench = Bench({"t": MemoryTeacher(refuses=lambda name: name == "p1")})
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("refuses", "too long for this teacher"), ("rejects", "one sequence cannot be read")],
+    ids=["alone", "with its whole request, which is halved down to it"],
+)
+async def test_one_refused_sequence_does_not_cost_the_others(how: str, why: str) -> None:
+    bench = Bench({"t": MemoryTeacher(**{how: lambda name: name == "p2"})})
     await bench.score(*(completed(i) for i in range(4)))
-    assert bench.refused == [("p1", "teacher t: too long for this teacher")]
-    assert len(bench.rollouts) == 3
-
-
-async def test_a_request_refused_as_a_whole_is_halved_down_to_the_culprit() -> None:
-    bench = Bench({"t": MemoryTeacher(rejects=lambda name: name == "p2")})
-    await bench.score(*(completed(i) for i in range(4)))
-    assert bench.refused == [("p2", "teacher t: one sequence cannot be read")]
+    assert bench.refused == [("p2", f"teacher t: {why}")]
     assert {one.id for one in bench.rollouts} == {"p0", "p1", "p3"}
 
 
@@ -216,18 +222,17 @@ async def test_a_dead_teacher_is_asked_until_it_is_back() -> None:
 
 
 async def test_a_full_teacher_is_asked_when_it_says() -> None:
-    class Full(MemoryTeacher):
-        asked = 0
+    async def full_at_first(_: Sequence[wire.ScoreSequence]) -> None:
+        if len(teacher.asked) == 1:
+            raise Overloaded("full", 0.01)
 
-        async def score(self, sequences, want, limit):
-            self.asked += 1
-            if self.asked == 1:
-                raise Overloaded("full", 0.01)
-            return await super().score(sequences, want, limit)
-
-    bench = Bench({"t": Full()})
+    teacher = Asked(first=full_at_first)
+    bench = Bench({"t": teacher})
     await bench.score(completed(0))
-    assert len(bench.rollouts) == 1
+    assert (len(bench.rollouts), len(teacher.asked)) == (1, 2)
+
+
+LOGP = pack(np.zeros(2, "f4"))
 
 
 @pytest.mark.parametrize(
@@ -236,19 +241,13 @@ async def test_a_full_teacher_is_asked_when_it_says() -> None:
         ({"logprob": pack(np.zeros(1, "f4"))}, "logprob is of shape [1], and must be of shape [2]"),
         ({"logprob": pack(np.array([0, np.nan], "f4"))}, "logprob is nan in one place or more"),
         (
-            {"logprob": pack(np.zeros(2, "f4")), "hidden": Array("bf16", (3, 4), bytes(24))},
-            "hidden is of shape [3, 4], and must be of shape [2, 4]",
+            {"logprob": LOGP, "hidden": Array("bf16", (3, 4), bytes(24))},
+            "hidden is of shape [3, 4], and",
         ),
-        ({"logprob": pack(np.zeros(2, "f4"))}, "hidden is missing, and must be bf16 or f4 [2, 4]"),
-        ({"logprob": pack(np.zeros(2, "f4"))}, "kept is missing"),
-        (
-            {"logprob": pack(np.zeros(2, "f4")), "kept": Kept("u", "../head", 1, bytes(16))},
-            "kept.key is '../head', and must be of the form",
-        ),
-        (
-            {"logprob": pack(np.zeros(2, "f4")), "kept": Kept("u", "a-1", 1, b"")},
-            "kept.digest is 0 bytes, and must be 16 bytes",
-        ),
+        ({"logprob": LOGP}, "hidden is missing, and must be bf16 or f4 [2, 4]"),
+        ({"logprob": LOGP}, "kept is missing"),
+        ({"logprob": LOGP, "kept": Kept("u", "../head", 1, bytes(16))}, "kept.key is '../head', and must be"),
+        ({"logprob": LOGP, "kept": Kept("u", "a-1", 1, b"")}, "kept.digest is 0 bytes, and must be 16 bytes"),
     ],
 )
 async def test_scores_that_cannot_be_used_are_asked_for_again_and_then_quarantined(
@@ -270,15 +269,8 @@ async def test_a_teacher_whose_processes_are_busy_gets_full_requests_only(
     processes: int, begun: list[int]
 ) -> None:
     """Rollouts come one at a time: one starts a request at each idle process, four wait for a full one."""
-    sizes, go_on = list[int](), asyncio.Event()
-
-    class Slow(MemoryTeacher):
-        async def score(self, sequences, want, limit):
-            sizes.append(len(sequences))
-            await go_on.wait()
-            return await super().score(sequences, want, limit)
-
-    teacher = Slow()
+    go_on = asyncio.Event()
+    teacher = Asked(first=lambda _: go_on.wait())
     teacher.processes = processes
     bench = Bench({"t": teacher}, linger=0.0)
     async with bench.running():
@@ -286,7 +278,7 @@ async def test_a_teacher_whose_processes_are_busy_gets_full_requests_only(
         for i in range(processes + 5):
             tasks.append(asyncio.create_task(bench.ask(completed(i))))
             await asyncio.sleep(0.01)
-        assert sizes == begun, "the last one waits"
+        assert [*map(len, teacher.asked)] == begun, "the last one waits"
         go_on.set()
         await asyncio.wait_for(asyncio.gather(*tasks), 600)
 
@@ -303,13 +295,11 @@ async def test_a_teacher_that_does_not_say_what_it_is_costs_its_rollouts_and_not
 
 
 async def test_a_teacher_that_is_too_slow_for_a_whole_request_is_asked_for_half_of_it() -> None:
-    class Slow(MemoryTeacher):
-        async def score(self, sequences, want, limit):
-            if len(sequences) > 2:
-                raise TooLarge("they were not answered in 300 s")
-            return await super().score(sequences, want, limit)
+    async def slow(sequences: Sequence[wire.ScoreSequence]) -> None:
+        if len(sequences) > 2:
+            raise TooLarge("they were not answered in 300 s")
 
-    teacher = Slow()
+    teacher = Asked(first=slow)
     bench = Bench({"t": teacher}, batch=8)
     await bench.score(*(completed(i) for i in range(8)))
     assert teacher.requests == [2, 2, 2, 2]
