@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import CHATML, HEADER, byte_tokenizer
+from byte_tokenizer import CHATML, HEADER, byte_tokenizer, letters
+from jinja2 import TemplateError
 from small_config import make_config
 
 from distill.config import RunConfig
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.preflight_checks.tokens import check_rendering, first_prompts
-from distill.prompts.rows import RowReader, control_tokens, dataset_rows, jsonl_rows, row_encoder
+from distill.prompts.rows import Encode, RowReader, control_tokens, dataset_rows, jsonl_rows, row_encoder
 from distill.prompts.sources import open_prompts
-from sync.base.errors import DataError
+from distill.prompts.stream import Prompt
+from sync.base.errors import ConfigError, DataError
 from sync.base.settings import ModelSource
 from sync.base.tokenizers import end_ids, load_tokenizer
 
@@ -188,6 +190,137 @@ def test_a_prompt_begins_once_and_does_not_end_before_the_answer(tmp_path: Path)
     problem = r"ends with the end token '<\|im_end\|>', behind which nothing follows"
     with pytest.raises(DataError, match=problem):
         row_encoder(byte_tokenizer("{{ messages[0].content }}<|im_end|>"), config)("hi")
+
+
+# --- rows of files and datasets
+
+
+def written(path: Path, *rows: object) -> JsonlPrompts:
+    lines = [row if isinstance(row, str | bytes) else json.dumps(row) for row in rows]
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
+    return JsonlPrompts(type="jsonl", path=path, source_field="from", answer_field="gold", template="plain")
+
+
+def prompts_of(config: JsonlPrompts | DatasetPrompts, encode: Encode = letters) -> list[Prompt]:
+    """Of at most five tokens."""
+    rows = jsonl_rows(config.path) if isinstance(config, JsonlPrompts) else dataset_rows(config)
+    return [*RowReader(config, encode, 5).prompts(rows)]
+
+
+def test_rows_of_a_file_keep_text_source_and_answer(tmp_path: Path) -> None:
+    rows = {"prompt": "ab", "from": "math", "gold": 7}, "", {"prompt": "c", "from": "x", "gold": 1}
+    first, second = prompts_of(written(tmp_path / "p.jsonl", *rows))
+    assert first == Prompt("1", letters("ab"), "math", "7", "ab")
+    assert second.id == "3"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "a JSON list, not an object"),
+        (b'{"prompt": "\xff"}', "not JSON"),
+        ({"text": "a"}, "no field 'prompt'; the row has text"),
+        ({"prompt": 3, "from": "x", "gold": ""}, "field 'prompt' is 3"),
+        ({"prompt": "", "from": "x", "gold": ""}, "field 'prompt' is ''"),
+        ({"prompt": [{"role": "user"}], "from": "x", "gold": ""}, '.*template = "chat"'),
+        ({"prompt": "abcdef", "from": "x", "gold": ""}, "the prompt has 6 tokens, allowed are 1 to 5"),
+        ({"prompt": "abc", "gold": ""}, "no field 'from'"),
+        ({"prompt": "abc", "from": "x"}, "no field 'gold'"),
+        ({"prompt": "abc", "from": "x", "gold": None}, "field 'gold' is None: give a text or a"),
+        ({"prompt": "abc", "from": "x", "gold": [1]}, r"field 'gold' is \[1\]: give a text or a"),
+        ({"prompt": "abc", "from": None, "gold": 1}, "field 'from' is None: give a text or a"),
+        ({"prompt": "abc", "from": "x", "gold": "\ud83d"}, "field 'gold' holds half a char"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, message: str) -> None:
+    config = written(tmp_path / "p.jsonl", {"prompt": "ok", "from": "x", "gold": ""}, row)
+    with pytest.raises(DataError, match=rf"p\.jsonl:2: {message}"):
+        prompts_of(config)
+
+
+def test_a_row_that_the_template_refuses_is_named_by_file_and_line(tmp_path: Path) -> None:
+    def refuse(messages: Any) -> list[int]:
+        raise TemplateError("no system role")
+
+    written(tmp_path / "p.jsonl", {"prompt": [{"role": "system", "content": "a"}]})
+    with pytest.raises(DataError, match=r"p\.jsonl:1: .* refuse .*\(TemplateError: no system role\)"):
+        prompts_of(JsonlPrompts(type="jsonl", path=tmp_path / "p.jsonl"), refuse)
+
+
+def test_a_missing_file_says_so(tmp_path: Path) -> None:
+    config = JsonlPrompts(type="jsonl", path=tmp_path / "no.jsonl", template="plain")
+    with pytest.raises(DataError, match=r"no\.jsonl cannot be read"):
+        prompts_of(config)
+
+
+def test_a_dataset_that_cannot_be_loaded_says_what_to_correct(tmp_path: Path) -> None:
+    config = DatasetPrompts(type="dataset", path=str(tmp_path), split="test", template="plain")
+    wanted = f"dataset '{tmp_path}' .* split 'test'.* cannot be loaded .*correct prompts.path, name, split"
+    with pytest.raises(DataError, match=wanted):  # no files
+        prompts_of(config)
+    (tmp_path / "rows.json").write_text('{"prompt": ')
+    with pytest.raises(DataError, match=wanted):  # a broken file
+        prompts_of(config)
+    (tmp_path / "rows.json").write_text('{"prompt": "ab"}')
+    with pytest.raises(DataError, match=wanted):  # no such split
+        prompts_of(config)
+    assert prompts_of(config.model_copy(update={"split": "train"}))[0].token_ids == [97, 98]
+
+
+def test_a_system_prompt_a_suffix_and_variables_of_the_template(tmp_path: Path) -> None:
+    template = CHATML + "{% if enable_thinking is false %}no thoughts{% endif %}"
+    variables = {"chat_template_kwargs": {"enable_thinking": False}}
+    config = JsonlPrompts(
+        type="jsonl", path=Path("p"), system_prompt="s", prompt_suffix=" Think.", **variables
+    )
+    tokenizer = byte_tokenizer(template)
+    encode = row_encoder(tokenizer, config)
+    rows = {"s": "hi", "own": [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]}
+    for system, row in rows.items():
+        chat = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nhi Think.<|im_end|>\n"
+        assert tokenizer.decode(encode(row)) == f"{chat}<|im_start|>assistant\nno thoughts"
+    assert rows["own"][-1] == {"role": "user", "content": "hi"}, "the row itself is left as it is"
+    assert read(tmp_path / "p.jsonl", "hi", None, template="plain", prompt_suffix=" Think.") == "hi Think."
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused_for_chats(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r'prompts\.template = "plain"'):
+        read(tmp_path / "p.jsonl", "hi", None)
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "thinking", "messages", "add_generation_prompt"])
+def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path: Path, name: str) -> None:
+    template = "{{ messages }}{% if enable_thinking and add_generation_prompt %}"
+    with pytest.raises(ConfigError, match=f"chat_template_kwargs sets '{name}'"):
+        read(tmp_path / "p.jsonl", "hi", template, chat_template_kwargs={name: True})
+
+
+@pytest.mark.parametrize("setting", [{"system_prompt": "s"}, {"chat_template_kwargs": {"a": 1}}])
+def test_what_goes_through_a_template_is_refused_without_one(tmp_path: Path, setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match='set template = "chat", or leave them out'):
+        read(tmp_path / "p.jsonl", "hi", None, template="plain", **setting)
+
+
+def test_a_suffix_needs_a_last_message_of_the_user(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
+    with pytest.raises(DataError, match=r"p\.jsonl:1: prompts\.prompt_suffix .* must be the user's"):
+        read(tmp_path / "p.jsonl", turns, "'tool'", prompt_suffix="!")
+
+
+def test_rows_outside_the_filters_are_dropped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(f'{{"prompt": "{"x" * length}"}}\n' for length in (1, 2, 3, 4, 5, 6, 7)))
+    config = JsonlPrompts(type="jsonl", path=path, template="plain", min_prompt_tokens=2, max_prompt_tokens=5)
+    reader = RowReader(config, letters, longest=6)
+    kept = [prompt.text for prompt in reader.prompts(jsonl_rows(path))]
+    assert kept == ["xx", "xxx", "xxxx", "xxxxx"]
+    wanted = f"prompts: 3 of 7 rows of {path} dropped: 2 longer than 5 tokens, 1 shorter than 2 tokens"
+    assert reader.note == wanted
+    for most in (1, 7):  # shorter than the shortest, longer than what fits
+        problem = f"prompts.max_prompt_tokens is {most}, and it must lie between"
+        with pytest.raises(ConfigError, match=problem):
+            RowReader(config.model_copy(update={"max_prompt_tokens": most}), letters, longest=6)
 
 
 # --- answers

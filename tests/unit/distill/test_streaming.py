@@ -1,4 +1,4 @@
-"""Streamed datasets and mixtures: which prompt has which index, across passes, resumes and processes."""
+"""Which prompt has which index, across passes, resumes and processes: tables, tasks, streams and mixtures."""
 
 from __future__ import annotations
 
@@ -20,11 +20,71 @@ from distill.config.prompts import DatasetPrompts, MixturePrompts
 from distill.prompts import sources, streaming
 from distill.prompts.rewards import load_rewards
 from distill.prompts.rows import RowReader
-from distill.prompts.sources import EnvironmentSource, PromptSplit, TableSource, data_sources, keep_position
+from distill.prompts.sources import (
+    EnvironmentSource,
+    PromptSplit,
+    TableSource,
+    TaskSource,
+    data_sources,
+    keep_position,
+)
 from distill.prompts.stream import DRAWS, Cursor, Mixture, Prompt, PromptStream, by_weight
 from distill.prompts.streaming import StreamSource, open_stream, saved_starts
 from distill.record.configuration import content
+from distill.tasks import TaskPrompt
 from sync.base.errors import ConfigError, DataError
+
+
+def table(name: str, count: int) -> TableSource:
+    return TableSource(Prompt(str(i), [i], "default", None, f"{name} {i}") for i in range(count))
+
+
+def test_every_epoch_gives_each_row_once_in_an_order_of_its_own() -> None:
+    stream = PromptStream(table("s", 7), seed=3)
+    epochs = [[prompt.id for prompt in stream.take(7)] for _ in range(3)]
+    for number, ids in enumerate(epochs):
+        assert sorted(ids) == [f"{number}:{row}:0" for row in range(7)]
+    assert len({tuple(i.split(":")[1] for i in ids) for ids in epochs}) == 3
+    assert epochs[0] != [prompt.id for prompt in PromptStream(table("s", 7), seed=4).take(7)]
+
+
+def test_copies_of_a_prompt_follow_each_other_under_their_own_ids() -> None:
+    prompts = PromptStream(table("s", 3), seed=0, per_prompt=2).take(6)
+    rows = [prompt.id.split(":") for prompt in prompts]
+    assert [copy for _, _, copy in rows] == ["0", "1"] * 3
+    assert [row for _, row, _ in rows[::2]] == [row for _, row, _ in rows[1::2]]
+    assert prompts[0].token_ids == prompts[1].token_ids
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4, 5, 9])
+def test_a_cursor_goes_on_where_another_stream_stopped(taken: int) -> None:
+    whole = PromptStream(table("s", 5), seed=1).take(12)
+    first = PromptStream(table("s", 5), seed=1)
+    assert first.take(taken) == whole[:taken]
+    second = PromptStream(table("s", 5), seed=1)
+    second.cursor = Cursor(*first.cursor)
+    assert second.take(12 - taken) == whole[taken:]
+
+
+class Doubling:
+    """A task: say twice the number."""
+
+    def prompt(self, seed: int, index: int) -> TaskPrompt:
+        return TaskPrompt(f"{seed + index}", None, f"{2 * (seed + index)}")
+
+    def reward(self, prompt: Prompt, completion: object) -> bool:
+        return False
+
+
+def test_a_task_has_no_end_and_keeps_its_answers() -> None:
+    stream = PromptStream(TaskSource("doubling", Doubling(), seed=40, encode=letters), seed=9)
+    first, second = stream.take(2)
+    assert (first.text, first.token_ids, first.answer) == ("40", letters("40"), "80")
+    assert second.id == "0:1:0"
+    assert stream.cursor == Cursor(0, 2)
+
+
+# --- streams that are read block by block
 
 FILES, ROWS = 3, 20
 
@@ -188,10 +248,6 @@ def test_a_dataset_that_cannot_be_read_any_further_is_named_and_tried_again(
 
 
 # --- mixtures
-
-
-def table(name: str, count: int) -> TableSource:
-    return TableSource(Prompt(str(i), [i], "default", None, f"{name} {i}") for i in range(count))
 
 
 class Endless:
