@@ -1,16 +1,19 @@
-"""A record under kills, power cuts, damage, full disks and copies."""
+"""A record under kills, power cuts, damage, full disks, copies and network file systems."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,18 +22,23 @@ from typing import Any
 
 import pytest
 from faults import fill, free
+from in_memory import MemoryTrainer
 from power_cut import PAGE, power_cut
 from random_history import PLAIN, History, differences, opened, scored, seen
 from tmpfs import mounted
 
 from distill.record.audit import audit
 from distill.record.load import load
+from distill.record.reader import ask
 from distill.record.store import RECORD, Store, last_at, open_read_only
-from sync.base.errors import DataError
+from sync.base.address import CONTROLLER_FILE, TOKEN_FILE
+from sync.base.errors import ConfigError, DataError
 from sync.wire import Version
 
 HEADER = "run.db-wal"
 TRIALS = 300
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+"""Of processes that import what this one can."""
 
 
 def loaded(folder: Path) -> tuple[int, dict[str, Any]]:
@@ -65,9 +73,8 @@ asyncio.run(live())
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_kill_at_any_moment_costs_nothing_that_was_committed(tmp_path: Path, seed: int) -> None:
-    rng, path = random.Random(seed), os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", LIVING, str(tmp_path), str(seed)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}) as process:
+    rng, command = random.Random(seed), [sys.executable, "-c", LIVING, str(tmp_path), str(seed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT) as process:
         assert process.stdout is not None
         for _ in range(rng.randrange(5, 120)):
             committed = int(process.stdout.readline())
@@ -103,40 +110,55 @@ asyncio.run(write())
 
 
 def writer(folder: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command, pipe = [sys.executable, "-c", WRITING, str(folder)], subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT)
     assert process.stdout is not None
     assert process.stdout.readline() == "open\n"
     return process
 
 
-def test_of_two_controllers_on_one_folder_the_one_that_writes_later_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_of_two_controllers_on_one_folder_the_one_that_writes_later_stops(
+    tmp_path: Path, at_once: bool
+) -> None:
     """Where the lock of the folder does not hold, as between machines of some file systems."""
     both = [writer(tmp_path), writer(tmp_path)]
-    _, ended = both[0].communicate("20\n", timeout=60)
-    assert both[0].returncode == 0, ended
-    printed, error = both[1].communicate("20\n", timeout=60)
-    assert printed == ""
-    assert f"DataError: another controller has written to {tmp_path / RECORD} since this" in error
-    assert loaded(tmp_path)[0] == 21
-    assert "record_damaged" not in audit(tmp_path).violations
-
-
-def test_of_two_controllers_that_write_at_once_one_goes_on(tmp_path: Path) -> None:
-    both = [writer(tmp_path), writer(tmp_path)]
-    for process in both:
-        assert process.stdin is not None
+    for process in both if at_once else ():
         process.stdin.write("200\n")
         process.stdin.flush()
-    errors = [process.communicate(timeout=60)[1] for process in both]
-    assert sorted(process.returncode for process in both) == [0, 1]
-    assert sum("DataError: another controller has written to" in error for error in errors) == 1
+    said = [process.communicate("" if at_once else "200\n", timeout=60) for process in both]
+    if not at_once:
+        assert [process.returncode for process in both] == [0, 1]
+    (stopped,) = (pair for pair, process in zip(said, both, strict=True) if process.returncode)
+    assert stopped[0] == ""
+    assert f"DataError: another controller has written to {tmp_path / RECORD} since this" in stopped[1]
     assert loaded(tmp_path)[0] == 201
     assert "record_damaged" not in audit(tmp_path).violations
 
 
 # --- power cuts -------------------------------------------------------------------------------------------
+
+
+async def committing(
+    store: Store, seed: int, log_pages: int, noted: Callable[[int, bool, dict[str, Any]], None]
+) -> None:
+    """Events without restarts, a commit behind each; the log is moved into run.db whenever it has so many
+    pages (0: never). `noted` is told of every commit: its number, whether it was durable, the state."""
+    store.connection.execute(f"PRAGMA wal_autocheckpoint = {log_pages}")
+    history, commit = History(store.folder, seed, PLAIN, store), store.commit
+
+    async def commits(*, durable: bool = False) -> None:
+        at = store.at
+        await commit(durable=durable)
+        noted(at, durable, seen(history.state))
+
+    async def nothing(*_: object) -> None:
+        pass
+
+    store.commit, store.free, history.restart = commits, nothing, nothing  # type: ignore[assignment, method-assign]
+    for _ in range(250):
+        await history.event()
+        await store.commit()
 
 
 @dataclass
@@ -179,29 +201,18 @@ class Watched:
         path = Path(os.readlink(f"/proc/self/fd/{file}"))
         self.forced[path.name] = path.stat().st_size
 
-    async def live(self, seed: int, events: int) -> None:
+    async def live(self, seed: int) -> None:
         store = Store(self.folder, "batch", 1500, write=self.write)
-        store.connection.execute("PRAGMA wal_autocheckpoint = 0")
         self.forced[HEADER] = (self.folder / HEADER).stat().st_size
-        history = History(self.folder, seed, PLAIN, store)
-        commit = store.commit
+        self.states[0] = seen(load(store.connection, PLAIN, store.read))
 
-        async def committing(*, durable: bool = False) -> None:
-            at = history.record.store.at
-            await commit(durable=durable)
-            self.states[at] = seen(history.state)
+        def noted(at: int, durable: bool, state: dict[str, Any]) -> None:
+            self.states[at] = state
             if durable:
                 self.promised, self.forced[HEADER] = at, (self.folder / HEADER).stat().st_size
             self.note()
 
-        async def nothing(*_: object) -> None:
-            pass
-
-        store.commit, store.free, history.restart = committing, nothing, nothing  # type: ignore[assignment, method-assign]
-        self.states[0] = seen(load(store.connection, PLAIN, store.read))
-        for _ in range(events):
-            await history.event()
-            await store.commit()
+        await committing(store, seed, 0, noted)
         shutil.copytree(self.folder, self.folder.with_name("whole"))
         store.close()
 
@@ -212,7 +223,7 @@ def test_a_power_cut_costs_the_unsynced_tail_alone(tmp_path: Path, monkeypatch: 
     watched = Watched(tmp_path / "run")
     with monkeypatch.context() as patched:
         patched.setattr(os, "fdatasync", watched.fdatasync)
-        asyncio.run(watched.live(3, 250))
+        asyncio.run(watched.live(3))
     whole = tmp_path / "whole"
     log = (whole / HEADER).read_bytes()
     arrays = {path.name: path.read_bytes() for path in (whole / "arrays").iterdir()}
@@ -244,24 +255,14 @@ class Committed:
     state: dict[str, Any]
 
 
-async def move_rows(folder: Path, seed: int, events: int) -> list[Committed]:
-    """Live, with a log that is moved into run.db whenever it has ten pages; every commit."""
-    store = Store(folder, "batch", 1500)
-    store.connection.execute("PRAGMA wal_autocheckpoint = 10")
-    history, commit, commits = History(folder, seed, PLAIN, store), store.commit, list[Committed]()
+async def move_rows(folder: Path, seed: int) -> list[Committed]:
+    """Every commit of a life with a log of ten pages."""
+    store, commits = Store(folder, "batch", 1500), list[Committed]()
 
-    async def committing(*, durable: bool = False) -> None:
-        await commit(durable=durable)
-        files = (folder / RECORD).read_bytes(), (folder / HEADER).read_bytes()
-        commits.append(Committed(*files, seen(history.state)))
+    def noted(at: int, durable: bool, state: dict[str, Any]) -> None:
+        commits.append(Committed((folder / RECORD).read_bytes(), (folder / HEADER).read_bytes(), state))
 
-    async def nothing(*_: object) -> None:
-        pass
-
-    store.commit, store.free, history.restart = committing, nothing, nothing  # type: ignore[assignment, method-assign]
-    for _ in range(events):
-        await history.event()
-        await store.commit()
+    await committing(store, seed, 10, noted)
     store.close()
     return commits
 
@@ -279,7 +280,7 @@ def test_a_power_cut_while_rows_are_moved_out_of_the_log_costs_nothing(tmp_path:
     """SQLite forces the log to disk before it writes run.db, run.db before it begins the log anew, and the
     head of a new log before what overwrites the old one. What is between two of these is on disk or not."""
     rng, moved, overwritten = random.Random(2), 0, 0
-    commits = asyncio.run(move_rows(tmp_path / "run", 3, 250))
+    commits = asyncio.run(move_rows(tmp_path / "run", 3))
     cut = tmp_path / "cut"
     shutil.copytree(tmp_path / "run" / "arrays", cut / "arrays")
 
@@ -476,3 +477,118 @@ async def test_a_durable_commit_is_forced_whichever_commit_writes_it(
     assert not store._unsynced
     await asyncio.gather(*others)
     store.close()
+
+
+# --- where machines share no memory: locked by its controller, who gives readers copies
+
+COUNT = "SELECT count(*) FROM rollout"
+ELSEWHERE = """
+import sys
+from pathlib import Path
+from sync.base import mounts
+
+mounts.MOUNTS = Path(sys.argv.pop(1))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """On what is mounted as NFS, by what `mounts` says, here and to processes of this test."""
+    (tmp_path / "mounts").write_text(f"/dev/sda / ext4 rw 0 0\nserver:/runs {tmp_path}/nfs nfs4 rw 0 0\n")
+    monkeypatch.setattr("sync.base.mounts.MOUNTS", tmp_path / "mounts")
+    return tmp_path / "nfs"
+
+
+async def told(folder: Path, code: str, *words: str) -> str:
+    """What a process prints on standard output and error."""
+    line = [sys.executable, "-c", ELSEWHERE + code, str(folder.parent / "mounts"), *words]
+    output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = await asyncio.create_subprocess_exec(*line, **output, env=ENVIRONMENT)
+    return (await process.communicate())[0].decode()
+
+
+async def distill(folder: Path, command: str, *words: str) -> str:
+    return await told(folder, "from distill.cli.main import main; main()", command, str(folder), *words)
+
+
+async def test_a_run_that_goes_on_gives_its_readers_copies(folder: Path, controller, config, caplog) -> None:
+    run = controller(config(run={"steps": 100_000}), token="secret", store=Store(folder, "batch"))
+    assert f"{folder} is on a network file system (nfs4 at {folder}): the record is locked" in caplog.text
+    trainer = MemoryTrainer(run.session, ranks=2, step_seconds=0.01)
+    tasks = [asyncio.create_task(run.run()), asyncio.create_task(trainer.run())]
+    await trainer.reached(3)
+    answer = await distill(folder, "sql", COUNT)
+    assert re.search(r"locked by the run's controller, and no copy .*with controller\.url", answer, re.DOTALL)
+    (folder / CONTROLLER_FILE).write_text(json.dumps({"url": run.url}))
+    answer = await distill(folder, "sql", COUNT)
+    assert re.search("/v1/record answered 401: .*bearer token", answer)
+    (folder / TOKEN_FILE).write_text("secret\n")
+    answer = await distill(folder, "sql", f"{COUNT} WHERE scored")
+    assert int(answer.split()[-1]) >= 3 * 8
+    assert "record_damaged" not in await distill(folder, "audit")
+    run.request_stop("enough")
+    await asyncio.gather(*tasks)
+    steps = run.record.state.reached
+    assert steps is not None
+    assert ask(folder, "SELECT count(*) FROM step")[1] == [(steps.step,)]
+    assert not folder.joinpath(f"{RECORD}-wal").exists()
+
+
+LEFT = """
+import asyncio, os
+from random_history import opened
+
+async def write():
+    record = opened(Path(sys.argv[1]))
+    for _ in range(40):
+        record.issue(3)
+        await record.store.commit()
+    os._exit(0)
+
+asyncio.run(write())
+"""
+
+
+def rows_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("run.db*")}
+
+
+async def test_the_log_that_a_kill_left_is_read_and_stays(folder: Path) -> None:
+    assert "Error" not in await told(folder, LEFT, str(folder))
+    before = rows_in(folder)
+    assert before.keys() == {RECORD, f"{RECORD}-wal"}
+    with closing(open_read_only(folder / RECORD)) as tables:
+        assert tables.execute(COUNT).fetchone() == (120,)
+    assert rows_in(folder) == before
+
+
+LOCK = """
+import fcntl, sys
+
+fcntl.lockf(open(sys.argv[1], "r+b"), fcntl.LOCK_EX | fcntl.LOCK_NB, 510, (1 << 30) + 2)
+"""
+
+
+async def test_no_controller_begins_between_the_copies_of_rows_and_log(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "Error" not in await told(folder, LEFT, str(folder))
+    copy, locked = shutil.copy, dict[str, bool]()
+
+    def watched(source: Path, target: Path | str) -> None:
+        taken = subprocess.run([sys.executable, "-c", LOCK, folder / RECORD], capture_output=True)
+        locked[source.name] = b"BlockingIOError" in taken.stderr
+        copy(source, target)
+
+    monkeypatch.setattr(shutil, "copy", watched)
+    open_read_only(folder / RECORD).close()
+    assert locked[f"{RECORD}-wal"]
+
+
+async def test_a_second_controller_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distill.record.store.BUSY_SECONDS", 0.1)
+    first = opened(folder)
+    await first.store.commit()
+    with pytest.raises(ConfigError, match=re.escape(f"{folder / RECORD} is locked by another process")):
+        opened(folder)
+    first.store.close()
