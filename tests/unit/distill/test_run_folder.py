@@ -1,31 +1,51 @@
-"""The lock and the records of a run's folder, and the ports that a launcher hands out."""
+"""A run's folder: its lock, its ports, its checkpoints, and what a resume compares of its configuration."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import io
+import json
 import os
 import shutil
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import pytest
+from rich.console import Console
 from small_config import LEAST
 
-from distill.config.loading import merge, validate
+from distill.config import RunConfig
+from distill.config.laws import law_of, sections
+from distill.config.loading import load_run_dir, merge, validate
 from distill.evaluation.service import keep_best
 from distill.launch.roles import Ports
+from distill.launch.run import run
 from distill.launch.run_folder import RunFolder
+from distill.metrics.results import read_summary
+from distill.prompts.sources import TableSource, split_table
+from distill.prompts.stream import Prompt
 from distill.quickstart import make_room
+from distill.record import configuration
+from distill.record.configuration import _decide, compare, content, record_of, resumed
 from student_trainer.checkpoint_files import latest, saved
+from student_trainer.config import LoRAConfig
 from sync.base.errors import ConfigError
+from sync.base.settings import FIXED, LIVE, Fixed, Reason, Settings
 from sync.wire import Version
 from sync.wire.server import join_port
 
+ROOT = Path(__file__).parents[3]
+JSON = str(ROOT / "configs/deepspeed/zero3_cpu.json")
 
-def config(tmp_path: Path, **more: Any):
-    return validate(merge(LEAST, {"run": {"folder": str(tmp_path)}} | more), "x")
+
+def config(folder: Path, **more: Any) -> RunConfig:
+    run = {"run": {"name": "x", "steps": 3, "folder": str(folder)}, "trainer": {"deepspeed": JSON}}
+    return validate(merge(merge(LEAST, run), more), "x")
 
 
 def test_a_second_run_in_the_same_folder_is_refused_with_the_first_ones_process(tmp_path: Path) -> None:
@@ -160,3 +180,268 @@ def test_a_rollback_never_leaves_latest_naming_what_is_gone(
         RunFolder(tmp_path, lock).set_back(to)
     assert set(named) == {str(to) if to else ""}
     assert [path.name for path in saved(checkpoints)] == (["L000-v00000002", "L000-v00000004"] if to else [])
+
+
+# --- what a resume compares
+
+
+def table(word: str = "row", rows: int = 40) -> TableSource:
+    return TableSource(Prompt(str(i), [i], "default", None, f"{word} {i}") for i in range(rows))
+
+
+def lawless(kind: type[Settings], place: str = "") -> Iterator[str]:
+    """Keys below `kind` for which neither they nor a section around them have a law."""
+    for name, field in kind.model_fields.items():
+        law, inner = law_of(field), sections(field.annotation)
+        if law is None and not inner:
+            yield f"{place}{name}"
+        for section in inner if law not in (LIVE, FIXED) else ():
+            yield from lawless(section, f"{place}{name}.")
+
+
+def test_every_key_or_a_section_around_it_has_a_law() -> None:
+    class Later(LoRAConfig):
+        rate: float = 1.0
+
+    class Sections(Settings):
+        fixed: Fixed[Later] = Later()
+        later: Annotated[Later, Reason("it is new")] = Later()
+
+    assert {*lawless(Sections)} == {f"later.{key}" for key in Later.model_fields}
+    assert [*lawless(RunConfig)] == [], "write Live[…], Content[…] or Fixed[…] round the type"
+
+
+@pytest.mark.parametrize(
+    ("path", "decision"),
+    [
+        (("trainer", "lora", "rank"), "refused: weights and optimizer"),
+        (("teachers", "big"), "refused: rollouts on record were scored"),
+        (("content", "deepspeed", "optimizer", "params", "eps"), "takes effect"),
+        (("content", "deepspeed", "optimizer", "type"), "refused: weights and optimizer"),
+        (("run", "new_key"), "refused: rollouts on record"),
+        (("guard", "max_grad_norm"), "takes effect"),
+        (("teachers", "big", "generate_url"), "takes effect"),
+        (("teachers", "big", "chat_template"), "same content"),
+        (("evaluation", "sets", "s", "source", "path"), "takes effect"),
+        (("evaluation", "prompts"), "same content"),
+        (("prompts", "parts", "maths", "path"), "same content"),
+        (("prompts", "parts", "maths", "pass_threshold"), "takes effect"),
+        (("prompts", "parts", "maths", "reward_fn"), "refused: rewards on record"),
+        (("prompts", "parts", "maths"), "refused: rewards on record"),
+        (("prompts", "weights", "maths"), "refused: rewards on record"),
+    ],
+)
+def test_the_innermost_law_decides_and_a_key_that_is_not_known_is_refused(
+    path: tuple[str, ...], decision: str
+) -> None:
+    assert _decide(path).startswith(decision)
+
+
+def record(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    """A record of a run; `content` in `more` over its content."""
+    over = more.pop("content", {})
+    made = config(tmp_path, **more)
+    given = {"prompts": "40 prompts, a", "held_out": "4 prompts, b", "deepspeed": {"gradient_clipping": 1.0}}
+    return made.model_dump(mode="json") | {"content": given | over}
+
+
+CLIPPED, HALVED = {"gradient_clipping": 2.0}, {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"trainer": {"lr": 1e-5}}, "trainer.lr: 3e-06 -> 1e-05 (takes effect)"),
+        ({"run": {"steps": 9}}, "run.steps: 3 -> 9 (takes effect)"),
+        ({"student": {"engine_args": {"seed": 1}}}, "student.engine_args.seed: None -> 1 (takes effect)"),
+        ({"teachers": {"t": {"port": 7}}}, "teachers.t.port: 0 -> 7 (takes effect)"),
+        ({"trainer": {"overrides": {"a.b": 2}}}, "trainer.overrides.a.b: None -> 2 (same content)"),
+        ({"content": {"deepspeed": CLIPPED}}, "deepspeed.gradient_clipping: 1.0 -> 2.0 (takes effect)"),
+        ({}, ""),
+    ],
+)
+def test_what_may_change_is_said_and_taken(tmp_path: Path, more: dict[str, Any], line: str) -> None:
+    assert compare(record(tmp_path), record(tmp_path, **more)) == ([line] if line else [])
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"student": {"path": "other"}}, "student.path: s -> other (refused: the checkpoint was trained"),
+        ({"teachers": {"t": {"path": "u"}}}, "teachers.t.path: t -> u (refused: rollouts on record"),
+        ({"teachers": {"u": {"path": "u"}}}, "teachers.u: None -> {'urls': []"),
+        ({"objective": {"type": "topk", "k": 4}}, "objective.k: None -> 4 (refused: the weights"),
+        ({"rollout": {"max_tokens": 8}}, "rollout.max_tokens: 12 -> 8 (refused: rollouts"),
+        ({"run": {"seed": 1}}, "run.seed: 0 -> 1 (refused"),
+        ({"trainer": {"lora": {}}}, "trainer.lora: None -> {'rank': 32"),
+        ({"content": {"prompts": "4, z"}}, "prompts: 40 prompts, a -> 4, z (refused: other"),
+        ({"content": {"held_out": "4 prompts, z"}}, "held_out: 4 prompts, b -> 4 prompts, z (refused: eval"),
+        ({"content": {"deepspeed": HALVED}}, "deepspeed.bf16: None -> {'enabled': True}"),
+    ],
+)
+def test_what_must_not_change_is_refused_by_name(tmp_path: Path, more: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compare(record(tmp_path), record(tmp_path, **more))
+    assert any(found.startswith(line) for found in str(caught.value).splitlines()), caught.value
+    assert "undo them, or start a new run" in str(caught.value)
+
+
+def test_every_refused_key_has_its_line_and_those_that_may_change_have_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compare(record(tmp_path), record(tmp_path, student={"path": "o"}, run={"seed": 1, "steps": 9}))
+    assert sum("(refused: " in line for line in str(caught.value).splitlines()) == 2
+    assert "run.steps" not in str(caught.value)
+
+
+def test_an_evaluation_may_come_and_go_where_it_holds_no_row_back(tmp_path: Path) -> None:
+    without = record(tmp_path, evaluation=False, content={"held_out": None})
+    (line,) = compare(record(tmp_path), without)
+    assert line.startswith("evaluation: {'every': 0")
+    assert line.endswith("-> None (same content)")
+
+
+def test_prompts_are_told_apart_by_content_whatever_their_number(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    first, again, other = (content(made, split_table(table(word), 4, 0)) for word in ("row", "row", "line"))
+    assert first == again
+    assert first["prompts"].startswith("36 prompts, ")
+    assert first["held_out"].startswith("4 prompts, ")
+    assert first["prompts"] != other["prompts"]
+    assert first["held_out"] != other["held_out"]
+    moved = content(made, split_table(table(), 4, 1))
+    assert moved["held_out"] != first["held_out"], "the same rows, split otherwise"
+    assert "lr" not in first["deepspeed"]["optimizer"]["params"], "said once, as trainer.lr"
+
+
+def test_the_digest_of_the_prompts_of_earlier_releases_stays(tmp_path, monkeypatch) -> None:
+    made, split = config(tmp_path), split_table(table(), 4, 0)
+    pinned = "4 prompts, 828cd31e5f3554deb12c33080a102234"
+    assert content(made, split)["held_out"] == pinned
+    later = msgspec.defstruct("Prompt", [("later", str, "")], bases=(Prompt,), frozen=True, array_like=True)
+    monkeypatch.setattr(configuration, "Prompt", later)
+
+    def with_field(value: str) -> str:
+        rows = [later(*msgspec.structs.astuple(prompt), value) for prompt in split.held_out]
+        digest: str = configuration._digest(rows)
+        return digest
+
+    assert with_field("") == pinned
+    assert with_field("x") != pinned
+
+
+def goes_on(folder: RunFolder, config: RunConfig, given: dict[str, Any]) -> list[str]:
+    record, lines = resumed(folder.path, record_of(config, given))
+    folder.keep(record)
+    return lines
+
+
+GIVEN: dict[str, Any] = {"prompts": "a", "held_out": None, "deepspeed": {}}
+
+
+@pytest.fixture
+def said(tmp_path: Path) -> list[str]:
+    """What the last of three resumes said, each of which may have had a faster trainer."""
+    with RunFolder.open(config(tmp_path), resume=False) as folder:
+        folder.keep(record_of(config(tmp_path), GIVEN))
+        (folder.path / "run.db").touch()
+    for lr in (1e-5, 1e-5, 1e-4):
+        faster = config(tmp_path, trainer={"lr": lr})
+        with RunFolder.open(faster, resume=True) as folder:
+            lines = goes_on(folder, faster, GIVEN)
+    (tmp_path / "x/summary.json").write_text('{"steps": 3}')
+    return lines
+
+
+def test_every_configuration_of_a_run_is_kept(said: list[str], tmp_path: Path) -> None:
+    assert said == ["trainer.lr: 1e-05 -> 0.0001 (takes effect)"]
+    names = ["config.0.json", "config.1.json", "config.json"]
+    kept = [json.loads((tmp_path / "x" / name).read_text())["trainer"]["lr"] for name in names]
+    assert kept == [3e-6, 1e-5, 1e-4]
+    assert load_run_dir(tmp_path / "x").trainer.lr == 1e-4
+    assert {(tmp_path / "x" / name).stat().st_mode & 0o777 for name in names} == {0o600}
+
+
+@pytest.mark.usefixtures("said")
+def test_a_resumed_run_has_no_summary_until_it_ends_again(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path), resume=True) as folder:
+        goes_on(folder, config(tmp_path), GIVEN)
+        assert read_summary(tmp_path / "x") == {"steps": 3}, "nothing has started yet"
+        folder.begin()
+    assert read_summary(tmp_path / "x") == {}
+
+
+@pytest.mark.usefixtures("said")
+def test_a_refused_resume_leaves_the_record_as_it_is(tmp_path: Path) -> None:
+    before = (tmp_path / "x/config.json").read_text()
+    other = config(tmp_path, student={"path": "other"})
+    with RunFolder.open(other, resume=True) as folder, pytest.raises(ConfigError, match=r"student\.path"):
+        goes_on(folder, other, GIVEN)
+    assert (tmp_path / "x/config.json").read_text() == before
+    assert not (tmp_path / "x/config.2.json").exists()
+    assert read_summary(tmp_path / "x") == {"steps": 3}
+
+
+@pytest.mark.usefixtures("said")
+def test_held_out_prompts_are_compared_across_a_resume_without_them(tmp_path: Path) -> None:
+    def resumes(held_out: str | None) -> None:
+        with RunFolder.open(config(tmp_path), resume=True) as folder:
+            goes_on(folder, config(tmp_path), GIVEN | {"held_out": held_out})
+
+    for held_out in ("4 prompts, b", None, "4 prompts, b"):
+        resumes(held_out)
+    with pytest.raises(ConfigError, match="held_out"):
+        resumes("4 prompts, c")
+
+
+@pytest.mark.usefixtures("said")
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (None, "cannot be read"),
+        ("folder", "cannot be read"),
+        (b"", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "has no table 'run'"),
+        (b'{"run": {}}', "has no table 'content'"),
+        (b'{"run": 3, "content": {}}', "has no table 'run'"),
+    ],
+    ids=["missing", "folder", "empty", "no text", "nested", "list", "no content", "no run"],
+)
+def test_a_run_whose_record_is_gone_or_altered_is_not_resumed(
+    tmp_path: Path, damage: bytes | str | None, says: str
+) -> None:
+    record = tmp_path / "x/config.json"
+    record.unlink()
+    if damage == "folder":
+        record.mkdir()
+    elif isinstance(damage, bytes):
+        record.write_bytes(damage)
+    with RunFolder.open(config(tmp_path), resume=True) as folder, pytest.raises(ConfigError, match=says):
+        goes_on(folder, config(tmp_path), GIVEN)
+    with pytest.raises(ConfigError, match=says if "content" not in says else "missing"):
+        load_run_dir(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("summary", "steps"),
+    [({"completed": False, "steps": 2}, 3), ({"problems": ["x"]}, 3), ({"error": "x"}, 3), ({}, 4)],
+    ids=["stopped", "ended with a problem", "failed", "more steps are wanted"],
+)
+def test_a_finished_run_is_complete_and_any_other_goes_on(
+    tmp_path: Path, summary: dict[str, Any], steps: int
+) -> None:
+    finished = {"completed": True, "steps": 3, "problems": [], "error": None}
+    missing, said = {"path": str(tmp_path / "none")}, io.StringIO()
+    made = config(tmp_path, run={"steps": steps}, student=missing)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "summary.json").write_text(json.dumps(finished | summary))
+    with pytest.raises(ConfigError, match="does not exist"):
+        asyncio.run(run(made, resume=True))
+    (tmp_path / "x" / "summary.json").write_text(json.dumps(finished))
+    with pytest.raises(ConfigError, match="does not exist"):  # its trainer died before it left final/
+        asyncio.run(run(config(tmp_path, student=missing), resume=True))
+    (tmp_path / "x" / "final").mkdir()
+    done = run(config(tmp_path), resume=True, console=Console(file=said, width=200))
+    assert asyncio.run(done) == finished
+    assert "already complete: 3 steps; raise run.steps to train on" in said.getvalue()
