@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import kill_target
 import psutil
 import pytest
 from ports import free_port
@@ -48,16 +50,21 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 @pytest.fixture
 async def supervise(tmp_path: Path):
-    """Makes a started supervisor, which is stopped at the end of the test."""
+    """Makes a started supervisor, which is stopped at the end of the test; `watched`: ready, and watching."""
     made: list[Supervisor] = []
+    watching: list[asyncio.Task[None]] = []
 
-    async def start(specs, restarts=0, *more, **options) -> Supervisor:
+    async def start(specs, restarts=0, *more, watched=False, **options) -> Supervisor:
         supervisor = Supervisor(specs, tmp_path, restarts, *more, **options)
         made.append(supervisor)
         await supervisor.start()
+        if watched:
+            await supervisor.ready()
+            watching.append(asyncio.create_task(supervisor.watch()))
         return supervisor
 
     yield start
+    await cancel(watching)
     for supervisor in made:
         await supervisor.stop(1)
 
@@ -118,12 +125,6 @@ def test_the_status_after_a_signal_names_the_signal_whoever_passed_it_on(status:
 @pytest.mark.parametrize("status", [0, 1, 127, 128, 255, None])
 def test_the_status_of_an_exit_names_no_signal(status: int | None):
     assert how_it_ended(status) == f"ended with status {status}"
-
-
-async def test_a_child_that_a_signal_ends_is_named_with_the_signal_and_its_last_lines(supervise):
-    dying = [sys.executable, "-c", "import os; print('tiles', flush=True); os.kill(os.getpid(), 4)"]
-    told = r"student-0 was ended by SIGILL \(illegal instruction\), (.|\n)*tiles"
-    await fails(supervise, ChildSpec("student-0", dying, url=NOWHERE), told)
 
 
 async def test_a_program_that_does_not_exist_is_a_failed_start(supervise):
@@ -189,15 +190,19 @@ async def test_a_child_that_has_joined_and_fails_while_others_start_is_started_a
     await starting
 
 
+def server(name: str, folder: Path, silent_at_first: float = 0.0) -> ChildSpec:
+    """A child that answers /health, after a while."""
+    (folder / "health").write_text("")
+    port = free_port()
+    words = ["-u", "-m", "http.server", "--bind", "127.0.0.1", "--directory", str(folder), str(port)]
+    argv = ["sh", "-c", f"sleep {silent_at_first}; exec {shlex.join([sys.executable, *words])}"]
+    return ChildSpec(name, argv, url=f"http://127.0.0.1:{port}")
+
+
 async def test_a_port_that_is_taken_when_a_server_binds_costs_a_restart(supervise, tmp_path: Path):
     """The thief lets go when the server has failed; any other failure at start ends the run."""
-    with socket.socket() as thief:
-        thief.bind(("127.0.0.1", port := free_port()))
-        thief.listen()
-        serving = [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", str(port)]
-        (tmp_path / "health").write_text("")
-        serving += ["--directory", str(tmp_path)]
-        spec = ChildSpec("server", serving, url=f"http://127.0.0.1:{port}")
+    spec = server("server", tmp_path)
+    with socket.create_server(("127.0.0.1", int(spec.url.rpartition(":")[2]))):
         supervisor = await supervise([spec], restarts=50, first_pause=0.2)
         ready = asyncio.create_task(supervisor.ready())
         log = supervisor.children["server"].log_path
@@ -320,19 +325,17 @@ def test_a_guardian_whose_launcher_is_gone_asks_its_command_to_end_unless_it_is_
 
 async def test_a_guardian_killed_without_warning_leaves_nobody_whatever_the_session(supervise):
     bystander = await asyncio.create_subprocess_exec(*SLEEPER, start_new_session=True)
-    supervisor = await supervise([ChildSpec("parent", PARENT), ChildSpec("other", SLEEPER)], 1, 0.01)
+    specs = [ChildSpec("parent", PARENT), ChildSpec("other", SLEEPER)]
+    supervisor = await supervise(specs, 1, 0.01, watched=True)
     await spoke(supervisor, "parent", "other")
     guardian, other = (supervisor.children[name].process for name in ("parent", "other"))
     processes, others = below(guardian.pid), below(other.pid)
     assert len(processes) == 3
     guardian.kill()
-    watching = asyncio.create_task(supervisor.watch())
     await asyncio.to_thread(until, lambda: not alive(processes))
     await asyncio.to_thread(until, lambda: supervisor.children["parent"].process is not guardian)
     assert alive(others) == others, "nobody else is touched"
     assert bystander.returncode is None
-    watching.cancel()
-    await supervisor.stop(1)
     bystander.kill()
     await bystander.wait()
 
@@ -340,54 +343,31 @@ async def test_a_guardian_killed_without_warning_leaves_nobody_whatever_the_sess
 async def test_a_child_that_hangs_is_killed_and_started_again(supervise):
     spec = ChildSpec("hangs", SLEEPER, died=lambda: told.append(supervisor.children["hangs"].process))
     told: list[object] = []
-    supervisor = await supervise([spec], restarts=1, first_pause=0.01)
-    await supervisor.ready()
+    supervisor = await supervise([spec], restarts=1, first_pause=0.01, watched=True)
     first = supervisor.children["hangs"].process
-    watching = asyncio.create_task(supervisor.watch())
     supervisor.kill_child("somebody else's")
     supervisor.kill_child("hangs")
     await asyncio.to_thread(until, lambda: supervisor.children["hangs"].process is not first)
     assert first.returncode == -signal.SIGKILL
     assert told == [first], "before the next one is started"
-    watching.cancel()
-
-
-ANSWERS = """
-import http.server, time, sys
-class Answer(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-    def log_message(self, *_): pass
-time.sleep(float(sys.argv[2]))
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
-"""
-
-
-def server(name: str, silent_at_first: float = 0.0) -> ChildSpec:
-    """A child that answers /health, after a while."""
-    port = free_port()
-    argv = [sys.executable, "-c", ANSWERS, str(port), str(silent_at_first)]
-    return ChildSpec(name, argv, url=f"http://127.0.0.1:{port}")
 
 
 async def test_a_server_that_is_stopped_is_killed_and_started_again_and_its_neighbour_is_not(
-    supervise, caplog: pytest.LogCaptureFixture
+    supervise, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    specs = [server("stopped"), server("well")]
-    supervisor = await supervise(specs, restarts=1, first_pause=0.01, health_seconds=3.0)
-    await supervisor.ready()
+    specs = [server("stopped", tmp_path), server("well", tmp_path)]
+    supervisor = await supervise(specs, restarts=1, first_pause=0.01, health_seconds=3.0, watched=True)
     stopped, well = supervisor.children["stopped"], supervisor.children["well"]
-    watching, first, other = asyncio.create_task(supervisor.watch()), stopped.process, well.process
+    first, other = stopped.process, well.process
     below(first.pid)[0].send_signal(signal.SIGSTOP)
     await asyncio.to_thread(until, lambda: stopped.process is not first and stopped.phase is Phase.READY)
     assert well.process is other
     said = "stopped: /health has not answered for run.health_timeout_seconds = 3 s, it is stalled"
     assert {said, "stopped is killed, to be restarted"} <= set(caplog.messages)
-    watching.cancel()
 
 
-async def test_a_server_that_takes_long_to_start_is_not_taken_for_stalled(supervise):
-    supervisor = await supervise([server("slow", 2.0)], restarts=0, health_seconds=0.2)
+async def test_a_server_that_takes_long_to_start_is_not_taken_for_stalled(supervise, tmp_path: Path):
+    supervisor = await supervise([server("slow", tmp_path, 2.0)], restarts=0, health_seconds=0.2)
     await supervisor.ready()
     assert supervisor.children["slow"].status is None
 
@@ -397,9 +377,68 @@ async def test_a_restarted_child_that_does_not_come_up_is_killed_and_started_aga
     spec = ChildSpec(
         "late", SLEEPER, joined=lambda: len(starts) in (1, 3), prepare=lambda: starts.append(None)
     )
-    supervisor = await supervise([spec], restarts=2, first_pause=0.01, start_seconds=0.5)
-    await supervisor.ready()
-    watching, child = asyncio.create_task(supervisor.watch()), supervisor.children["late"]
+    supervisor = await supervise([spec], restarts=2, first_pause=0.01, start_seconds=0.5, watched=True)
+    child = supervisor.children["late"]
     supervisor.kill_child("late")
     await asyncio.to_thread(until, lambda: len(starts) == 3 and child.phase is Phase.READY)
-    watching.cancel()
+
+
+# --- SIGTERM to a command that has started processes: they end with it, as after Ctrl-C
+
+CANCELLED = """
+import asyncio, sys
+from distill.cli.options import guarded
+async def stopped_twice():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(60)
+sys.exit(guarded(lambda: asyncio.run(stopped_twice())))
+"""
+NAP = '[sys.executable, "-c", "import time; time.sleep(600)"]'
+SCRIPT = f"""
+import subprocess, sys, time
+from pathlib import Path
+from distill.cli.options import guarded
+class Popen(subprocess.Popen):  # subprocess itself is not interrupted: it would not know the child yet
+    def communicate(self, *args, **options):
+        print("waiting", flush=True)
+        return super().communicate(*args, **options)
+subprocess.Popen = Popen
+def killing():
+    from kill_target import KillTarget  # of tests/support, on PYTHONPATH
+    with KillTarget({NAP}, Path(sys.argv[1])) as target:
+        target.start()
+        print("waiting", flush=True)
+        time.sleep(600)
+def waiting():
+    subprocess.run({NAP})
+sys.exit(guarded(globals()[sys.argv[2]]))
+"""
+
+
+@pytest.mark.parametrize("command", ["waiting", "killing"])
+def test_what_a_command_has_started_ends_with_it(tmp_path: Path, command: str) -> None:
+    children: list[psutil.Process] = []
+    words = [sys.executable, "-c", SCRIPT, str(tmp_path), command]
+    environment = os.environ | {"PYTHONPATH": kill_target.__file__.rpartition("/")[0]}
+    ours = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment)
+    assert ours.stdout is not None
+    try:
+        assert ours.stdout.readline() == b"waiting\n"
+        children = psutil.Process(ours.pid).children()
+        assert children
+        ours.send_signal(signal.SIGTERM)
+        assert ours.wait(60) == 128 + signal.SIGTERM
+        _, alive = psutil.wait_procs(children, 60)
+        assert not alive
+    finally:
+        ours.kill()
+        ours.stdout.close()
+        for child in children:
+            if child.is_running():
+                child.kill()
+
+
+def test_a_run_that_is_killed_by_a_second_signal_says_so_without_a_traceback() -> None:
+    ended = subprocess.run([sys.executable, "-c", CANCELLED], capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 130
+    assert ended.stderr == "distill: stopped\n"
