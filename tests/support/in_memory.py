@@ -96,6 +96,7 @@ class MemoryReplica:
     """Answers a prompt; None: tokens at random."""
     refusal: Callable[[Version], str] = lambda _: ""
     """Why it does not take a version; empty: it does."""
+    workers: int = 1
     _broken: asyncio.Event = field(default_factory=asyncio.Event)
 
     def die(self) -> None:
@@ -162,7 +163,8 @@ class MemoryReplica:
     async def state(self, digests: bool = False) -> wire.ReplicaState:
         await self.pass_time()
         held = weights_of(self.version) if digests else None
-        return wire.ReplicaState(version=self.version, requests=0, digests=held, tokens=self.tokens)
+        counts = {"requests": 0, "tokens": self.tokens, "workers": self.workers}
+        return wire.ReplicaState(version=self.version, digests=held, **counts)
 
     async def alive(self) -> bool:
         return self.up

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -93,11 +94,17 @@ class World:
         await self.broadcasts.close()
 
 
-async def test_a_replica_serves_at_once_while_nothing_is_published() -> None:
-    world = World(a=MemoryReplica())
-    async with world.running(1):
-        assert world.oldest() is None
-        assert world.applied == []
+@dataclass
+class Asked(MemoryReplica):
+    """What it is asked for, and what it does before each update."""
+
+    asked: list[UpdateRequest] = field(default_factory=list)
+    first: Callable[[UpdateRequest], Awaitable[object]] = lambda _: asyncio.sleep(0)
+
+    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+        self.asked.append(request)
+        await self.first(request)
+        return await super().update(request, timeout)
 
 
 async def test_a_late_joiner_is_brought_to_the_newest_version_first() -> None:
@@ -130,29 +137,23 @@ async def test_a_late_joiner_is_brought_to_the_newest_version_first() -> None:
 async def test_the_cache_is_kept_where_that_changes_no_more_than_rounding(
     settings: dict[str, dict[str, Any]], keeps: bool
 ) -> None:
-    class Updated(MemoryReplica):
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            assert request.kv_on_swap == ("keep" if keeps else "recompute")
-            return await super().update(request, timeout)
-
     config = make_config(**settings)
     assert config.keeps_cache is config.subscriber("student-0").keeps_cache is keeps
-    pool = World().pool
+    pool, engine = World().pool, Asked()
     pool.keeps_cache = config.keeps_cache
-    assert await pool.update(Replica("student-0", Updated()), Version(0, 1))
+    assert await pool.update(Replica("student-0", engine), Version(0, 1))
+    assert [request.kv_on_swap for request in engine.asked] == ["keep" if keeps else "recompute"]
 
 
 async def test_every_replica_follows_at_its_own_pace_and_the_slowest_counts() -> None:
     go_on = asyncio.Event()
 
-    class Slow(MemoryReplica):
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            if request.version.step:
-                await go_on.wait()
-                await asyncio.sleep(0.05)
-            return await super().update(request, timeout)
+    async def late(request: UpdateRequest) -> None:
+        if request.version.step:
+            await go_on.wait()
+            await asyncio.sleep(0.05)
 
-    fast, slow = MemoryReplica(), Slow()
+    fast, slow = MemoryReplica(), Asked(first=late)
     world = World(fast=fast, slow=slow)
     world.publish(Version(0, 0))
     async with world.running(2):
@@ -179,19 +180,6 @@ async def test_a_replica_does_not_go_back_when_the_trainer_does() -> None:
         assert engine.version == Version(0, 5)
         world.publish(Version(1, 5))
         await world.until(lambda: engine.version == Version(1, 5))
-
-
-async def test_a_refused_update_leaves_the_replica_serving_its_old_version() -> None:
-    engine = MemoryReplica(refusal=lambda version: "digest does not fit" * (version.step == 2))
-    world = World(a=engine)
-    world.publish(Version(0, 1))
-    async with world.running(1):
-        world.publish(Version(0, 2))
-        await asyncio.sleep(LONG)
-        assert world.serving() == ["a"]
-        assert engine.version == Version(0, 1)
-        world.publish(Version(0, 3))
-        await world.until(lambda: engine.version == Version(0, 3))
 
 
 async def test_a_dead_replica_is_out_until_it_is_back_and_brought_up() -> None:
@@ -257,26 +245,14 @@ async def test_the_least_busy_replica_is_asked_and_one_that_refused_rests() -> N
 
 
 async def test_a_broadcast_has_every_worker_of_the_live_replicas_as_a_member() -> None:
-    requests: list[UpdateRequest] = []
-
-    class Listening(MemoryReplica):
-        workers = 1
-
-        async def state(self, digests: bool = False) -> ReplicaState:
-            return msgspec.structs.replace(await super().state(digests), workers=self.workers)
-
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            requests.append(request)
-            return await super().update(request, timeout)
-
-    world = World(a=Listening(), b=Listening(), gone=Listening(up=False))
-    world.pool.replicas["a"].engine.workers = 2  # type: ignore[attr-defined]
+    a, b = Asked(workers=2), Asked()
+    world = World(a=a, b=b, gone=MemoryReplica(up=False))
     async with world.running(2):
         first = world.broadcast(1)
         assert first.world_size == 1 + 2 + 1
         await world.until(lambda: world.oldest() == Version(0, 1))
-        assert [one.broadcast.rank for one in requests if one.broadcast] == [1, 3]
-        assert {one.broadcast.group for one in requests if one.broadcast} == {first.group}
+        received = [request.broadcast for request in (*a.asked, *b.asked)]
+        assert [(one.rank, one.group) for one in received] == [(1, first.group), (3, first.group)]
         assert world.broadcast(2).group != first.group
         await world.until(lambda: world.oldest() == Version(0, 2))
         other = world.broadcast(2, lineage=1)
@@ -312,12 +288,11 @@ async def test_the_first_broadcast_waits_for_all_replicas_and_later_ones_for_any
 
 
 async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new() -> None:
-    class Dying(MemoryReplica):
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            self.die()
-            raise Unreachable("died in the middle")
+    async def die(_: UpdateRequest) -> None:
+        dying.die()
+        raise Unreachable("died in the middle")
 
-    dying = Dying()
+    dying = Asked(first=die)
     world = World(a=MemoryReplica(), b=dying)
     async with world.running(2):
         first = world.broadcast(1)
@@ -332,11 +307,6 @@ async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new()
 
 
 async def test_a_lost_member_is_known_at_once_with_its_reason() -> None:
-    class Hanging(MemoryReplica):
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            await self.pass_time(60.0)
-            return await super().update(request, timeout)
-
     class Altered(MemoryReplica):
         """Its answer to an update has other fields."""
 
@@ -345,7 +315,8 @@ async def test_a_lost_member_is_known_at_once_with_its_reason() -> None:
 
     lying, ahead = Altered(), Altered()
     lying.fields, ahead.fields = {"version": Version(0, 7)}, {"bytes_read": 0}
-    hanging, refusing = Hanging(), MemoryReplica(refusal=lambda _: "the sender gave up")
+    hanging = Asked(first=lambda _: hanging.pass_time(60.0))
+    refusing = MemoryReplica(refusal=lambda _: "the sender gave up")
     world = World(hanging=hanging, refusing=refusing, ahead=ahead, well=MemoryReplica(), lying=lying)
     async with world.running(5):
         group = world.broadcast(1).group
@@ -376,7 +347,7 @@ async def test_a_replica_that_refuses_an_update_is_sent_nothing_until_it_takes_t
             world.publish(Version(0, step))
             await asyncio.sleep(LONG)
             assert [replica.name for replica in world.pool.able()] == ["a"]
-        assert full.version == Version(0, 1)
+        assert (full.version, world.serving()) == (Version(0, 1), ["a", "full"])
         rule = "gets no prompts until it takes the newest version: see its log"
         assert sum(f"full stays at L000-v00000001 and {rule}" in said for said in world.said) == 1
         full.refusal = lambda _: ""
@@ -472,14 +443,12 @@ async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -
 async def test_a_live_replica_that_missed_a_broadcast_wants_it_again() -> None:
     """Its connection broke; it still serves the version before, which no rollout may be started with."""
 
-    class Missing(MemoryReplica):
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            if request.version.step == 2 and len(self.updates) == 1:
-                self.updates.append(request.version)
-                raise Unreachable("the connection broke")
-            return await super().update(request, timeout)
+    async def breaks_once(request: UpdateRequest) -> None:
+        if [asked.version.step for asked in missing.asked] == [1, 2]:
+            raise Unreachable("the connection broke")
 
-    world = World(a=MemoryReplica(), missing=Missing())
+    missing = Asked(first=breaks_once)
+    world = World(a=MemoryReplica(), missing=missing)
     async with world.running(2):
         world.broadcast(1)
         await world.until(lambda: world.oldest() == Version(0, 1))
@@ -543,18 +512,8 @@ async def test_replicas_that_are_away_are_named_as_not_compared() -> None:
 
 
 async def test_the_proof_waits_for_a_replica_that_is_away_or_catching_up() -> None:
-    class Slow(MemoryReplica):
-        """Its updates end when `gate` opens."""
-
-        gate = asyncio.Event()
-
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            await self.gate.wait()
-            return await super().update(request, timeout)
-
-    restarted, slow, final = MemoryReplica(), Slow(), Version(0, 9)
-    slow.gate = asyncio.Event()
-    world = World(restarted=restarted, slow=slow)
+    restarted, gate, final = MemoryReplica(), asyncio.Event(), Version(0, 9)
+    world = World(restarted=restarted, slow=Asked(first=lambda _: gate.wait()))
     async with world.running(2):
         world.publish(final)
         restarted.die()
@@ -562,7 +521,7 @@ async def test_the_proof_waits_for_a_replica_that_is_away_or_catching_up() -> No
         proof = asyncio.create_task(compare_weights(world.pool, last(final), 60.0))
         await asyncio.wait({proof}, timeout=0.1)
         restarted.revive()
-        slow.gate.set()
+        gate.set()
         assert await proof == {"restarted": True, "slow": True}
 
 
@@ -619,16 +578,15 @@ async def test_a_replica_that_is_healthy_and_generates_nothing_is_lost_and_repor
         assert "works" in world.serving()
 
 
-class Hanging(MemoryReplica):
-    """An update never ends."""
+def hanging() -> Asked:
+    return Asked(first=lambda _: asyncio.Event().wait())
+
+
+class Uncounted(MemoryReplica):
+    """Its engine keeps no count of tokens, and its updates never end."""
 
     async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-        await asyncio.sleep(60)
-        raise AssertionError("nobody waits so long")
-
-
-class Uncounted(Hanging):
-    """Its engine keeps no count of tokens."""
+        return await asyncio.Future[UpdateReply]()
 
     async def state(self, digests: bool = False) -> ReplicaState:
         return ReplicaState(version=self.version, requests=1)
@@ -636,11 +594,11 @@ class Uncounted(Hanging):
 
 @pytest.mark.parametrize(
     ("engine", "in_flight"),
-    [(Hanging, 1), (Hanging, 0), (Uncounted, 0)],
+    [(hanging, 1), (hanging, 0), (Uncounted, 0)],
     ids=["busy", "idle", "without a count"],
 )
 async def test_a_replica_that_hangs_in_an_update_is_lost_each_time(
-    engine: type[Hanging], in_flight: int
+    engine: Callable[[], MemoryReplica], in_flight: int
 ) -> None:
     world = World(0.2, a=engine())
     async with world.running(1):
@@ -650,44 +608,32 @@ async def test_a_replica_that_hangs_in_an_update_is_lost_each_time(
         await world.until(lambda: world.pool.replicas["a"].phase is Phase.CATCHING_UP)
 
 
-async def test_a_replica_that_is_not_there_or_is_starting_is_not_stalled() -> None:
+@pytest.mark.parametrize("updating", [False, True])
+async def test_a_replica_that_is_not_there_or_is_started_again_in_an_update_is_not_stalled(
+    updating: bool,
+) -> None:
     class Away(MemoryReplica):
-        looks = 0
+        looks, away = 0, not updating
 
         async def alive(self) -> bool:
             self.looks += 1
-            return False
+            return not self.away
 
         async def state(self, digests: bool = False) -> ReplicaState:
-            raise Unreachable("starting")
+            self.looks += 1
+            if self.away:
+                raise Unreachable("no connection")
+            return await super().state(digests)
+
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            self.looks, self.away = 0, True  # the request is sent again and again until it is back
+            return await asyncio.Future[UpdateReply]()
 
     away = Away()
     world = World(0.02, a=away)
-    async with world.running():
-        await world.until(lambda: away.looks > 20)
-        assert world.stalled == []
-
-
-async def test_a_replica_that_is_started_again_in_an_update_is_not_stalled() -> None:
-    class Restarted(MemoryReplica):
-        looks, updating = 0, False
-
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            self.updating = True  # the request is sent again and again until it is back
-            await asyncio.sleep(60)
-            raise AssertionError("nobody waits so long")
-
-        async def state(self, digests: bool = False) -> ReplicaState:
-            if not self.updating:
-                return await super().state(digests)
-            self.looks += 1
-            raise Unreachable("no connection")
-
-    restarted = Restarted()
-    world = World(0.02, a=restarted)
-    async with world.running(1):
+    async with world.running(int(updating)):
         world.publish(Version(0, 1))
-        await world.until(lambda: restarted.looks > 20)
+        await world.until(lambda: away.away and away.looks > 20)
         assert world.stalled == []
 
 
