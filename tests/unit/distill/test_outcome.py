@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -52,8 +51,8 @@ def hangups() -> Iterator[None]:
 async def signalled(launcher: Any, *numbers: signal.Signals) -> None:
     with _Launcher._signals(launcher, asyncio.get_running_loop()):
         for number in numbers:
-            os.kill(os.getpid(), number)
-            await asyncio.sleep(0.2)
+            signal.raise_signal(number)  # to this thread: the loop has it when this returns
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
