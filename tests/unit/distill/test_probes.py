@@ -139,15 +139,17 @@ def test_every_turn_gives_another_token() -> None:
 # --- broken set-ups -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("by", "says"), [(1, "1 position(s) too early"), (-1, "1 position(s) too late")])
-async def test_a_shifted_teacher_is_caught(by: int, says: str) -> None:
-    caught(await probes.not_shifted(shifted(by), SEQUENCES[0], V, 0.0), says)
-
-
-async def test_a_uniform_teacher_is_caught() -> None:
-    uniform = teacher(lambda ids: np.full((len(ids), V), -np.log(V), np.float32))
-    finding = await probes.not_shifted(uniform, SEQUENCES[0], V, 0.0)
-    caught(finding, f"a uniform teacher gives {-np.log(V):.2f}")
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (shifted(1), "1 position(s) too early"),
+        (shifted(-1), "1 position(s) too late"),
+        (teacher(lambda ids: np.full((len(ids), V), -np.log(V), "f4")), "a uniform teacher gives -3.69"),
+    ],
+    ids=["too early", "too late", "uniform"],
+)
+async def test_a_teacher_that_is_shifted_or_uniform_is_caught(wrong: Score, says: str) -> None:
+    caught(await probes.not_shifted(wrong, SEQUENCES[0], V, 0.0), says)
 
 
 @pytest.mark.parametrize("seen", [T, T + 4])
@@ -246,15 +248,19 @@ def test_the_gradient_of_the_full_objective_is_its_closed_form() -> None:
     assert change == pytest.approx(float(wanted), rel=1e-4)
 
 
-def test_a_teacher_that_is_the_student_is_caught() -> None:
-    _, _, change = objective_figures(build(Full()), STUDENT, STUDENT, TOKENS)
-    caught(probes.gradient_depends(change), "the teacher is the student itself")
-
-
-def test_an_objective_that_leaves_every_fresh_token_out_is_caught() -> None:
-    deaf = build(Sampled(drop_rho_outside=(2.0, 5.0)))
-    _, _, change = objective_figures(deaf, STUDENT, TEACHER, TOKENS)
-    caught(probes.gradient_depends(change), "drop_rho_outside contains 1")
+@pytest.mark.parametrize(
+    ("objective", "theirs", "says"),
+    [
+        (Full(), STUDENT, "the teacher is the student itself"),
+        (Sampled(drop_rho_outside=(2.0, 5.0)), TEACHER, "drop_rho_outside contains 1"),
+    ],
+    ids=["the teacher is the student", "every fresh token is left out"],
+)
+def test_a_gradient_without_its_teacher_is_caught(
+    objective: ObjectiveConfig, theirs: torch.Tensor, says: str
+) -> None:
+    _, _, change = objective_figures(build(objective), STUDENT, theirs, TOKENS)
+    caught(probes.gradient_depends(change), says)
 
 
 def test_an_objective_that_does_not_rest_at_its_teacher_is_caught() -> None:

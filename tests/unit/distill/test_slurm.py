@@ -273,21 +273,21 @@ def test_a_warned_run_is_stopped_once_and_requeued(slurm, started, tmp_path: Pat
     assert slurm() == [["scontrol", "requeue", "17"]]
 
 
-@pytest.mark.parametrize(("number", "status", "seconds"), [(signal.SIGTERM, 130, 60), (signal.SIGUSR1, 0, 0)])
-def test_a_run_that_is_stopped_for_good_or_complete_is_not_requeued(
-    slurm, started, tmp_path: Path, number: signal.Signals, status: int, seconds: float
+@pytest.mark.parametrize(
+    ("number", "seconds", "left", "status"),
+    [(signal.SIGTERM, 60, 0, 130), (signal.SIGUSR1, 0, 0, 0), (None, 0, 2, 2)],
+    ids=["stopped for good", "complete", "failed"],
+)
+def test_a_run_that_is_stopped_for_good_complete_or_failed_is_not_requeued(
+    slurm, started, tmp_path: Path, number: signal.Signals | None, seconds: float, left: int, status: int
 ) -> None:
-    running = started(job.RUN, str(tmp_path), "--", "run.toml", seconds=seconds, held=True)
+    running = started(job.RUN, str(tmp_path), "--", "run.toml", seconds=seconds, status=left, held=True)
     until(lambda: seconds or (tmp_path / "over").exists())
-    running.send_signal(number)
-    until((tmp_path / "told").exists)  # a stand-in that is leaving would be killed by it
+    if number is not None:
+        running.send_signal(number)
+        until((tmp_path / "told").exists)  # a stand-in that is leaving would be killed by it
     (tmp_path / "let go").touch()
     assert running.wait(60) == status
-    assert slurm() == []
-
-
-def test_a_run_that_fails_by_itself_is_not_requeued(slurm, started, tmp_path: Path) -> None:
-    assert started(job.RUN, str(tmp_path), "--", "run.toml", seconds=0, status=2).wait(60) == 2
     assert slurm() == []
 
 
@@ -426,23 +426,13 @@ SPARE = {"replica_partition": "spare"}
         ({"nodes": 1, "gpus_per_node": 2}, {}, [], "student-0 needs 1 GPU, and the machines have left"),
         (SPARE, {"student": {"path": "s", "gpus": 9}}, [], "needs 9 GPUs, and .* left: a machine of spare 8"),
         ({}, {"student": {"path": "s", "devices": ["0"]}}, [], r"student.devices = \['0'\]: on a cluster"),
-        (
-            {},
-            {"trainer": {"devices": "0,1", "deepspeed": "x"}},
-            [],
-            "leave it out, trainer.ranks is how many",
-        ),
+        ({}, {"trainer": {"devices": "0,1", "deepspeed": "x"}}, [], "leave it out, trainer.ranks is"),
         ({"time": "2"}, {}, [], "cluster.time = '2' is 120 s, and the job is told to end 131 s"),
         ({"time": "a day"}, {}, [], "cluster.time = 'a day' is no time limit"),
         ({"sbatch": ["--gpus-per-node=8"]}, {}, [], "cluster.sbatch has --gpus-per-node=8: leave it out"),
         ({}, {}, ["weights.store.options.secret_key=abcdefgh"], "holds a secret"),
         ({}, {"teachers": {"a": {"path": "a"}, "b": {"path": "b"}}}, [], "name the other's data sources"),
-        (
-            SPARE,
-            {"student": {"path": "s", "urls": ["http://a:1"]}},
-            [],
-            "urls names replicas that run already",
-        ),
+        (SPARE, {"student": {"path": "s", "urls": ["http://a:1"]}}, [], "urls names replicas that run"),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -471,22 +461,13 @@ def test_submitting_says_which_job_it_is(slurm, tmp_path: Path, monkeypatch) -> 
     with pytest.raises(RemoteError, match="Invalid account"):
         job.submit(tmp_path / "job.sh")
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with pytest.raises(
-        ConfigError, match=r"sbatch is not on this machine, for `sbatch --parsable \S+job\.sh`"
-    ):
+    with pytest.raises(ConfigError, match=r"sbatch is not on this machine, for `sbatch .*job\.sh`"):
         job.submit(tmp_path / "job.sh")
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("24:00:00", 86400),
-        ("2-12", 216000),
-        ("1-0:30", 88200),
-        ("1-1:1:1", 90061),
-    ],
+    {"90": 5400, "1:30": 90, "24:00:00": 86400, "2-12": 216000, "1-0:30": 88200, "1-1:1:1": 90061}.items(),
 )
 def test_a_time_limit_is_read_as_slurm_reads_it(text: str, seconds: float) -> None:
     assert job.seconds_of(text) == seconds

@@ -159,7 +159,5 @@ def test_limits_and_metrics_of_a_teacher_are_refused_without_one(config: Callabl
     lines = str(refused.value).splitlines()
     keys = ("guard.max_reverse_kl", "guard.min_end_share", 'evaluation.metric = "reverse_kl"')
     assert lines == [f"{key} needs a teacher, and there is none: leave it out" for key in keys]
-    with pytest.raises(
-        ConfigError, match=r'"rewards", which learns from no teacher, and \[teachers\] names t'
-    ):
+    with pytest.raises(ConfigError, match=r'"rewards", which learns from no .* \[teachers\] names t'):
         check_keys(config(objective={"type": "rewards"}))
