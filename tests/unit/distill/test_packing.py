@@ -82,7 +82,6 @@ def test_what_a_replica_says_of_each_token_is_checked_and_goes_with_the_rollout_
     (whole,) = pack_batch(formed([made]), 1, Shape(99, []), step)
     for name, part in parts.items():
         problem = wire.checks.generated(replace(said, **{name: part.cut(2)}), asked, 20)
-        assert problem is not None
         assert problem.field.startswith(name)
     for rows, count in ((whole.micro_batches[0], 3), (short.micro_batches[0], 2)):
         assert rows.behavior_logprob == parts["logprob"].cut(count)
@@ -94,7 +93,6 @@ def test_the_segment_in_which_a_completion_is_cut_is_not_scored() -> None:
     segment = pack(np.array([0, 1, 0, 1, 1, 0], "u1"))
     text, plain = rollout(1, 2, 6, segment=segment), rollout(2, 2, 3)
     _, rows = share([text, plain], supervised=4)
-    assert rows.segment is not None
     cut = dict(zip(rows.ids, unpack(rows.completion_lens).tolist(), strict=True))
     assert cut == {"r1": 4, "r2": 3}
     segments = np.split(unpack(rows.segment), np.cumsum(unpack(rows.completion_lens))[:-1])

@@ -89,9 +89,7 @@ class Teacher:
     first_info = info
 
     async def head(self) -> wire.Head:
-        head = self.engine.head()
-        assert head is not None
-        return head
+        return self.engine.head()
 
     async def score(
         self, sequences: list[ScoreSequence], want: wire.Want, limit: float

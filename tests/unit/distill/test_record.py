@@ -46,12 +46,7 @@ async def nothing(_: History) -> None:
 
 
 def lived(
-    folder: Path,
-    seed: int,
-    rules: Rules,
-    events: int,
-    after: Callable[[History], Any] = nothing,
-    of: type[History] = History,
+    folder: Path, seed: int, rules: Rules, events: int, after: Callable[[History], Any] = nothing, of=History
 ) -> History:
     async def live() -> History:
         history = of(folder, seed, rules)
@@ -333,7 +328,6 @@ async def test_a_bisection_after_a_start_from_the_model_folder_survives_a_restar
         record.write(HandedOut(Version(lineage, 0)))
     await record.open_lineage(None, "model")
     part = await record.form_batch()
-    assert part is not None
     assert part.is_part
     again = await reopened(record)
     assert again.state.batch_of(0).ids == part.ids
@@ -476,7 +470,6 @@ async def test_weights_are_on_record_and_a_resumed_run_hands_out_the_same_whatev
     await again.open_lineage(None, "model")
     for step in range(4):
         old, new = record.state.batches[Version(0, step)], again.state.batch_of(step)
-        assert new is not None
         assert (new.weights, [e.id for e in new.rollouts]) == (old.weights, [e.id for e in old.rollouts])
 
 

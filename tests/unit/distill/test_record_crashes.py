@@ -75,7 +75,6 @@ asyncio.run(live())
 def test_a_kill_at_any_moment_costs_nothing_that_was_committed(tmp_path: Path, seed: int) -> None:
     rng, command = random.Random(seed), [sys.executable, "-c", LIVING, str(tmp_path), str(seed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT) as process:
-        assert process.stdout is not None
         for _ in range(rng.randrange(5, 120)):
             committed = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
@@ -112,7 +111,6 @@ asyncio.run(write())
 def writer(folder: Path) -> subprocess.Popen[str]:
     command, pipe = [sys.executable, "-c", WRITING, str(folder)], subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT)
-    assert process.stdout is not None
     assert process.stdout.readline() == "open\n"
     return process
 
@@ -350,7 +348,6 @@ async def test_arrays_that_are_damaged_are_named_when_they_are_needed(tmp_path: 
     again = opened(tmp_path)
     await again.open_lineage(None, "model")
     batch = await again.form_batch()
-    assert batch is not None
     with pytest.raises(DataError, match=rf"{path.name} is damaged in the \d+ bytes from \d+ on"):
         again.rollouts(batch)
     again.store.close()
@@ -529,7 +526,6 @@ async def test_a_run_that_goes_on_gives_its_readers_copies(folder: Path, control
     run.request_stop("enough")
     await asyncio.gather(*tasks)
     steps = run.record.state.reached
-    assert steps is not None
     assert ask(folder, "SELECT count(*) FROM step")[1] == [(steps.step,)]
     assert not folder.joinpath(f"{RECORD}-wal").exists()
 

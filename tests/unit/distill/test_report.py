@@ -215,6 +215,12 @@ def test_the_page_of_a_run_needs_no_other_file_and_escapes_what_it_shows(tmp_pat
     assert "width=device-width" in page
 
 
+def page_of(run: Path, **summary: Any) -> str:
+    """The page of a run that has this summary."""
+    (run / "summary.json").write_text(json.dumps({**SUMMARY, **summary}))
+    return write_page([run], run.with_name("report.html")).read_text()
+
+
 def test_held_out_completions_stand_beside_those_before_and_the_teachers(tmp_path: Path) -> None:
     read = {"ended": 0.25, "length_mean": 40.0, "length_p90": 48.0, "looping": 0.0, "distinct": 0.5}
     write_run(tmp_path / "run")
@@ -226,8 +232,7 @@ def test_held_out_completions_stand_beside_those_before_and_the_teachers(tmp_pat
     sides["before"] |= {"behaviour": read}
     sides["after"] |= {"behaviour": read | {"ended": 0.5}, "reference": read | {"ended": 0.75}}
     for summary in (sides, sides | {"after": {**sides["after"], "reference": None}}):
-        (tmp_path / "run" / "summary.json").write_text(json.dumps({**SUMMARY, **summary}))
-        page = write_page([tmp_path / "run"], tmp_path / "report.html").read_text()
+        page = page_of(tmp_path / "run", **summary)
         told = "75.0%" if summary is sides else "–"
         assert f"<tr><td>end</td><td>25.0%</td><td>50.0%</td><td>{told}</td></tr>" in page
         assert ("it generates none" in page) == (summary is not sides)
@@ -246,8 +251,7 @@ def test_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     by_name = {"maths": {"reverse_kl": 0.25, "pass_rate": 0.5, "reward": 0.5}}
     sides = {"before": {"sources": by_name}, "after": {"sources": by_name | {"code": {"reverse_kl": 0.5}}}}
     sides["after"]["pass_rate"] = 0.5
-    (tmp_path / "one" / "summary.json").write_text(json.dumps({**SUMMARY, **sides}))
-    page = write_page([tmp_path / "one"], tmp_path / "report.html").read_text()
+    page = page_of(tmp_path / "one", **sides)
     columns = "<th>reverse KL, nats per token</th><th>pass rate</th><th>reward</th>"
     assert f"<th>Held out, by source</th>{columns}" in page
     assert "<td>maths</td><td>0.250 → 0.250</td><td>50.0% → 50.0%</td><td>0.500 → 0.500</td>" in page
@@ -257,8 +261,7 @@ def test_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     assert "Named sets" not in page
     gsm8k = {"pass_at_1": {"value": 0.25}, "average": {"value": 0.3}, "majority": None}
     versions = [{"version": f"L000-v0000000{n}", "sets": {"gsm8k": gsm8k} if n else {}} for n in range(2)]
-    (tmp_path / "one" / "summary.json").write_text(json.dumps({**SUMMARY, "evaluations": versions}))
-    page = write_page([tmp_path / "one"], tmp_path / "report.html").read_text()
+    page = page_of(tmp_path / "one", evaluations=versions)
     assert "<tr><th>Named sets</th><th>pass@1</th><th>avg@k</th><th>maj@k</th></tr>" in page
     assert page.count("<td>gsm8k, ") == 1
     assert "<td>gsm8k, L000-v00000001</td><td>25.0%</td><td>0.300</td><td>–</td>" in page

@@ -169,7 +169,6 @@ def launched(engine: Slurm, role: list[str]) -> tuple[subprocess.Popen[str], lis
     line = engine.client(Process("student-0", 1), [engine.nodes[0]], role, {})
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     running = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment)
-    assert running.stdout is not None
     return running, [int(word) for word in running.stdout.readline().split()[1:]]
 
 
@@ -179,7 +178,6 @@ def test_term_reaches_the_command_and_its_status_comes_back(slurm) -> None:
     with running:
         running.terminate()
         assert running.wait(60) == 0  # the fake srun's; see the integration tests for Slurm's
-        assert running.stdout is not None
         assert running.stdout.read() == "told\n"
     until(lambda: not any(map(psutil.pid_exists, below)))
 
@@ -204,7 +202,6 @@ def test_a_stranger_is_not_told_what_a_guard_is(slurm) -> None:
             stranger.settimeout(60)
             assert stranger.recv(1) == b""
         running.terminate()
-        assert running.stdout is not None
         assert running.stdout.read() == "told\n"
 
 

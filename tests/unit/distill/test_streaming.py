@@ -20,14 +20,7 @@ from distill.config.prompts import DatasetPrompts, MixturePrompts
 from distill.prompts import sources, streaming
 from distill.prompts.rewards import load_rewards
 from distill.prompts.rows import RowReader
-from distill.prompts.sources import (
-    EnvironmentSource,
-    PromptSplit,
-    TableSource,
-    TaskSource,
-    data_sources,
-    keep_position,
-)
+from distill.prompts.sources import EnvironmentSource, PromptSplit, TableSource, TaskSource, keep_position
 from distill.prompts.stream import DRAWS, Cursor, Mixture, Prompt, PromptStream, by_weight
 from distill.prompts.streaming import StreamSource, open_stream, saved_starts
 from distill.record.configuration import content
@@ -363,7 +356,7 @@ def test_a_configured_mixture_holds_out_of_each_part_and_rewards_by_part(tmp_pat
     held = {prompt.text for prompt in split.held_out}
     trained = [split.train[index] for index in range(1000)]
     assert held.isdisjoint(prompt.text for prompt in trained)
-    assert data_sources(split) == {"math", "law"}
+    assert sources.data_sources(split) == {"math", "law"}
     rewards = split.rewards
     worker = load_rewards(rewards.prompts)
     of = {prompt.source: prompt for prompt in trained}

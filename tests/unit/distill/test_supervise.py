@@ -314,7 +314,6 @@ def test_a_guardian_whose_launcher_is_gone_asks_its_command_to_end_unless_it_is_
     pipe: dict = {"stdout": subprocess.PIPE, "text": True, "pass_fds": (read_end,)}
     process = subprocess.Popen([*words, "-c", code], start_new_session=True, **pipe)
     os.close(read_end)
-    assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     processes = below(process.pid)
     os.close(write_end)
@@ -421,7 +420,6 @@ def test_what_a_command_has_started_ends_with_it(tmp_path: Path, command: str) -
     words = [sys.executable, "-c", SCRIPT, str(tmp_path), command]
     environment = os.environ | {"PYTHONPATH": kill_target.__file__.rpartition("/")[0]}
     ours = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment)
-    assert ours.stdout is not None
     try:
         assert ours.stdout.readline() == b"waiting\n"
         children = psutil.Process(ours.pid).children()

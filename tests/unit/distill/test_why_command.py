@@ -80,7 +80,6 @@ async def teacher_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, s
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command, pipe = (sys.executable, "-c", SERVICE), asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, env=environment)
-    assert process.stdout is not None
     try:
         yield process, (await process.stdout.readline()).decode().strip()
     finally:
