@@ -31,6 +31,7 @@ WAITING: Final = re.compile(
 NOTHING, INSIDE = "its own work: no party waits for this", "called within a wait that has a name"
 ALLOWED: Final = {
     "controller._note_root": "pause between two looks for the display",
+    "controller._proof": "an interruption, which cuts the end and its waits short",
     "controller._tidy": NOTHING,
     "controller._trainer_done": "the end of the run; StepBatcher names what the trainer waits for",
     "episodes.begin": INSIDE,
