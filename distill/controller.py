@@ -106,7 +106,8 @@ class Controller:
         self._stepped = time.monotonic()
         self._socket = listen(config.controller.host, config.controller.port, token)
         self._app = application(self.session, self.registry, parts, self.figures, self.why, token)
-        self._checkpoint_saved, self._interrupted, self._left = asyncio.Event(), asyncio.Event(), False
+        self._checkpoint_saved, self._interrupted = asyncio.Event(), asyncio.Event()
+        self._left = self._shown = False
         self._stop_reason: str | None = None
         self._failure: str | None = None
         self.root = ""
@@ -160,7 +161,7 @@ class Controller:
                     await until(self._trainer_done(), tasks)
                     self.dispatcher.paused.add("end")
                     await until(self._proof(), tasks)
-                    if self._interrupted.is_set():
+                    if not self._shown:
                         if self.evaluations:
                             await cancel([tasks.pop()])  # it may hold a replica
                         await until(self._conclude(None), tasks)
@@ -179,10 +180,13 @@ class Controller:
             await self.events.changed.wait()
 
     async def _proof(self) -> None:
-        """The end of a run, which an interruption cuts short: a resume makes up for it."""
+        """The end of a run, unless an interruption came or cuts it short: a resume makes up for it."""
+        if self._interrupted.is_set():
+            return
         end = self._conclude(self.config.weights.timeout_seconds)
         with suppress(Unreachable):
             await unless(self._interrupted.wait(), end, "the run was interrupted")
+            self._shown = True
 
     async def _conclude(self, seconds: float | None) -> None:
         self._end = await conclude(self.session.final, self.pool, self.evaluations, seconds)
@@ -388,7 +392,7 @@ class Controller:
         done = reached is not None and reached.step >= self.config.run.steps
         return {
             **figures,
-            "completed": done and not self._interrupted.is_set(),
+            "completed": done and self._shown,
             "error": self._failure,
             "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
             "seconds": {"distill": figures["perf"]["run_seconds"]},

@@ -330,6 +330,44 @@ async def test_a_run_that_was_interrupted_owes_no_proof_but_tells_what_differs(
     assert len(summary["problems"]) == problems
 
 
+async def test_what_is_shown_of_an_interrupted_run_is_asked_and_recorded_once(
+    controller, config, tmp_path
+) -> None:
+    class Counted(MemoryReplica):
+        asked = 0
+
+        async def state(self, digests: bool = False) -> ReplicaState:
+            self.asked += digests
+            return await super().state(digests)
+
+    engine = Counted()
+    run = controller(config(run={"steps": 1000}), replicas={"r0": engine})
+    trainer = MemoryTrainer(run.session)
+
+    async def stop() -> None:
+        await trainer.reached(2)
+        run.request_stop("enough")
+
+    await asyncio.gather(whole(run, trainer), stop())
+    assert engine.asked == 1
+    run = controller()
+    run.request_stop("before its trainer has begun")
+    assert (await run.run())["problems"] == []
+    assert rows_of(tmp_path, "SELECT problems FROM conclusion") == ["[]", "[]"], "one of each start"
+
+
+async def test_a_run_that_is_interrupted_once_all_is_shown_is_complete(controller, monkeypatch) -> None:
+    run = controller()
+    close = run.broadcasts.close
+
+    async def interrupted() -> None:
+        run.request_stop("a person said so")
+        await close()
+
+    monkeypatch.setattr(run.broadcasts, "close", interrupted)
+    assert (await whole(run))["completed"]
+
+
 async def test_a_run_that_is_interrupted_in_its_last_evaluation_ends_and_is_completed_by_a_resume(
     controller: Any,
 ) -> None:
