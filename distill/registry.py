@@ -47,8 +47,8 @@ UNANSWERED: Final = (
     "controller's machine reaches; it joins once it answers, or `distill servers remove {name}` takes it out"
 )
 EXIT_REFUSED: Final = 3
-"""Exit status of a server that the controller refuses: its name is another process's, or it is of another
-run."""
+"""Exit status of a role that the controller refuses: its name is another process's, it is of another run, or
+none such is expected."""
 
 
 @dataclass

@@ -278,25 +278,24 @@ class Gang:
 async def run_registered(child: ChildSpec, lease: Lease | None, grace: float) -> int:
     """Run a server, and register it while it answers; its exit status, or EXIT_REFUSED.
 
-    SIGTERM and SIGINT are for the child, which has `grace` seconds.
+    Signals to end are for the child, which has `grace` seconds.
     """
-    ending, (read_end, write_end) = _stop_signals(), os.pipe()
+    ended, (read_end, write_end) = _stop_signals(), os.pipe()
     process = await guarded(child, read_end)
     refused: BaseException | None = None
-    exit_, ended = tasks = [asyncio.create_task(work) for work in (process.wait(), ending.wait())]
+    exit_ = asyncio.create_task(process.wait())
     if lease is None:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([exit_, ended], return_when=asyncio.FIRST_COMPLETED)
     else:
         async with Peer(lease.url) as server:
             renewing = asyncio.create_task(lease.keep(ready=server.alive))
-            await asyncio.wait([*tasks, renewing], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([exit_, ended, renewing], return_when=asyncio.FIRST_COMPLETED)
             refused = renewing.exception() if renewing.done() else None
             await cancel([renewing])
         if refused is None:
             await lease.leave()
         else:
             log.error("%s", refused)
-    await cancel([ended])
     _terminate(process)
     await asyncio.wait([exit_], timeout=grace)
     os.write(write_end, b"k")  # the guardian kills what is left
@@ -306,14 +305,13 @@ async def run_registered(child: ChildSpec, lease: Lease | None, grace: float) ->
 
 async def run_machine(launcher: Callable[[str], ChildSpec], lease: Lease, gang: Gang, grace: float) -> int:
     """Meet the trainer's other machines, if any, and run this one's ranks for as long as all are there; the
-    status of their launcher; where it was not started EXIT_REFUSED of a refusal, else 1.
+    status of their launcher; where it was not started a signal's, EXIT_REFUSED of a refusal, else 1.
 
-    `launcher`: of ranks that meet at a URL. SIGTERM and SIGINT are for them, and they have `grace` seconds.
+    `launcher`: of ranks that meet at a URL. Signals to end are for them, and they have `grace` seconds.
     """
-    ending, (read_end, write_end), status = _stop_signals(), os.pipe(), 1
-    works = (gang.met.wait(), ending.wait(), lease.keep(gang.told))
-    met, ended, renewing = tasks = [asyncio.create_task(work) for work in works]
-    await asyncio.wait(tasks, timeout=gang.seconds, return_when=asyncio.FIRST_COMPLETED)
+    ended, (read_end, write_end), status = _stop_signals(), os.pipe(), 1
+    met, renewing = tasks = [asyncio.create_task(work) for work in (gang.met.wait(), lease.keep(gang.told))]
+    await asyncio.wait([*tasks, ended], timeout=gang.seconds, return_when=asyncio.FIRST_COMPLETED)
     if met.done() and not ended.done():
         process = await guarded(launcher(str(gang.places[0])), read_end)
         exit_ = asyncio.create_task(process.wait())
@@ -325,8 +323,13 @@ async def run_machine(launcher: Callable[[str], ChildSpec], lease: Lease, gang: 
         status = await exit_
     elif renewing.done():
         status = EXIT_REFUSED
-    elif not ended.done():
-        log.error("the trainer's machines have not met for trainer.init_timeout_seconds = %g s", gang.seconds)
+    elif ended.done():
+        status = ended.result()
+    else:
+        log.error(
+            "not all machines of the trainer (trainer.nodes = %d) registered within "
+            "trainer.init_timeout_seconds = %g s", gang.nodes, gang.seconds,
+        )  # fmt: skip
     if renewing.done():
         log.error("%s", renewing.exception())
     await cancel(tasks)
@@ -335,12 +338,19 @@ async def run_machine(launcher: Callable[[str], ChildSpec], lease: Lease, gang: 
     return status
 
 
-def _stop_signals() -> asyncio.Event:
-    """Set by SIGTERM and SIGINT from now on."""
-    ending, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ending.set)
-    return ending
+def _stop_signals() -> asyncio.Future[Any]:
+    """What the first SIGTERM, SIGINT or SIGHUP from now on is as an exit status; ignored ones stay so."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def end(number: int) -> None:
+        if not ended.done():
+            ended.set_result(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
+            loop.add_signal_handler(number, end, number)
+    return ended
 
 
 def _terminate(process: asyncio.subprocess.Process) -> None:

@@ -528,7 +528,7 @@ async def test_a_second_trainer_of_one_machine_waits_for_the_lease_of_the_first_
     first.kill()
     third = starts()
     await until(ranks.exists)
-    third.send_signal(signal.SIGTERM)
+    third.send_signal(signal.SIGHUP)  # its terminal is gone: the ranks save their checkpoint
     assert await asyncio.to_thread(third.wait, 60) == 0
     assert run.registry.listing().servers[-1].url is None, "it has left"
 
@@ -574,7 +574,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 signal.pause()
 """
 MACHINE = """
-import sys
+import signal, sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -582,6 +582,7 @@ from small_config import make_config
 from distill.launch import single_role
 from distill.launch.supervise import ChildSpec
 from sync.base.address import controller_url
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
 node, nodes, folder, script = sys.argv[1:]
 ranks = [sys.executable, "-c", script, f"{folder}/{node}"]
 single_role.trainer_process = lambda config, url, node=0, meeting="": ChildSpec("trainer", [*ranks, meeting])
@@ -608,7 +609,7 @@ async def test_a_machine_that_is_stopped_before_all_are_there_is_forgotten_at_on
     alone = start_machine(announced, 1, tmp_path)
     await until(lambda: run.registry.listing().servers[2].url is not None)
     alone.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(alone.wait, 60) == 1
+    assert await asyncio.to_thread(alone.wait, 60) == 128 + signal.SIGTERM
     assert run.registry.listing().servers[2].url is None
 
 
