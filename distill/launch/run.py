@@ -104,13 +104,14 @@ async def run(
         launcher = _Launcher(ready._replace(config=config), folder, plan, prompts, start, token, console)
         try:
             figures = await launcher.run(opened)
+            stopped_by = "" if figures["completed"] else launcher.stopped_by
             taken = start.earlier.seconds + time.monotonic() - began
             summary = complete(config, figures, taken, seconds or {})
             write_json(folder.path / "summary.json", summary)
-            await asyncio.to_thread(describe, config, summary, launcher.stopped_by, say)
+            await asyncio.to_thread(describe, config, summary, stopped_by, say)
         finally:
             await launcher.close()
-    check_end(config, summary, launcher.stopped_by)
+    check_end(config, summary, stopped_by)
     return summary
 
 
@@ -305,7 +306,7 @@ class _Launcher:
             self.stopped_by = number.name
             doing = "finishing the step, saving a checkpoint"
             if self._controller.session.final is not None:
-                doing = "the last version is shown with --resume"
+                doing = "what is not shown of the last version is shown with --resume"
             self._display.say(f"{number.name}: {doing} (again: stop at once)")
             self._controller.request_stop(number.name)
             seconds = self._config.run.grace_seconds * STOP_SHARE

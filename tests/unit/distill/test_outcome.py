@@ -101,8 +101,41 @@ async def test_what_work_in_a_daemon_raises_is_raised() -> None:
         await in_daemon(fail)
 
 
-async def test_a_run_whose_wandb_hangs_has_its_figures(tmp_path, monkeypatch) -> None:
-    config = make_config(run={"name": "r", "steps": 1, "folder": tmp_path}, cluster={"type": "external"})
+def running(monkeypatch: pytest.MonkeyPatch, config: Any, launcher: type[_Launcher]) -> Any:
+    """A run that such a launcher has, with nothing to start."""
+    monkeypatch.setattr(launched, "_Launcher", launcher)
+    ready = Checked(config, SimpleNamespace(train=None), [], {}, [])  # type: ignore[arg-type]
+    monkeypatch.setattr(launched, "prepare", lambda *_: ready)
+    monkeypatch.setattr(launched, "Start", SimpleNamespace(of=lambda *_: None))
+    start = SimpleNamespace(notes=[], config={}, streams={}, earlier=Earlier())
+    monkeypatch.setattr(launched, "goes_on_from", lambda *_: start)
+    monkeypatch.setattr(launched, "keep_position", lambda *_: None)
+    monkeypatch.setattr(launched, "describe", lambda *_: None)
+    return launched.run(config, console=Console(quiet=True))
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Any:
+    return make_config(run={"name": "r", "steps": 1, "folder": tmp_path}, cluster={"type": "external"})
+
+
+@pytest.mark.parametrize("completed", [True, False])
+async def test_a_run_that_is_stopped_when_all_is_done_has_nothing_to_go_on_with(
+    alone, monkeypatch, completed: bool
+) -> None:
+    class Launcher(_Launcher):
+        def __init__(self, *_: object) -> None:
+            self._wandb, self.stopped_by = None, "SIGTERM"
+
+        async def run(self, signals: contextlib.ExitStack) -> dict[str, Any]:
+            return {"steps": 0, "error": None, "completed": completed, "problems": []}
+
+    run = running(monkeypatch, alone, Launcher)
+    with contextlib.nullcontext() if completed else pytest.raises(Interrupted, match="stopped by SIGTERM"):
+        assert (await run)["completed"]
+
+
+async def test_a_run_whose_wandb_hangs_has_its_figures(alone, monkeypatch) -> None:
     closing, over = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -114,24 +147,16 @@ async def test_a_run_whose_wandb_hangs_has_its_figures(tmp_path, monkeypatch) ->
             self._wandb, self.stopped_by = SimpleNamespace(close=hang), ""  # type: ignore[assignment]
 
         async def run(self, signals: contextlib.ExitStack) -> dict[str, Any]:
-            return {"steps": 1, "error": None}
+            return {"steps": 1, "error": None, "completed": True}
 
-    monkeypatch.setattr(launched, "_Launcher", Launcher)
-    ready = Checked(config, SimpleNamespace(train=None), [], {}, [])  # type: ignore[arg-type]
-    monkeypatch.setattr(launched, "prepare", lambda *_: ready)
-    monkeypatch.setattr(launched, "Start", SimpleNamespace(of=lambda *_: None))
-    start = SimpleNamespace(notes=[], config={}, streams={}, earlier=Earlier())
-    monkeypatch.setattr(launched, "goes_on_from", lambda *_: start)
-    monkeypatch.setattr(launched, "keep_position", lambda *_: None)
-    monkeypatch.setattr(launched, "describe", lambda *_: None)
-    running = asyncio.create_task(launched.run(config, console=Console(quiet=True)))
+    run = asyncio.create_task(running(monkeypatch, alone, Launcher))
     try:
         assert await asyncio.to_thread(closing.wait, 60.0)
-        assert json.loads((config.run_dir / "summary.json").read_text())["steps"] == 1
-        assert not running.done(), "the loop turns meanwhile"
+        assert json.loads((alone.run_dir / "summary.json").read_text())["steps"] == 1
+        assert not run.done(), "the loop turns meanwhile"
     finally:
         over.set()
-    await running
+    await run
 
 
 async def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
