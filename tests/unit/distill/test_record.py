@@ -333,6 +333,28 @@ async def test_a_bisection_after_a_start_from_the_model_folder_survives_a_restar
     assert again.state.batch_of(0).ids == part.ids
 
 
+async def test_behind_a_part_that_has_become_too_old_the_next_batch_is_formed_as_any(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step of the first part leaves no version of which the second would be young enough."""
+    record = opened(tmp_path, Rules(4, Bound(0, 0)))
+    await record.open_lineage(None, "model")
+    for asked in record.issue(4):
+        record.admit(scored(asked, Version(0, 0)))
+    for lineage in range(2):
+        await record.form_batch()
+        record.write(HandedOut(Version(lineage, 0)))
+        await record.open_lineage(None, "model")
+    assert (await record.form_batch()).ids == ["0:0:0", "0:1:0"]
+    record.write(Stepped(Version(2, 1)))
+    for asked in record.issue(4):
+        record.admit(scored(asked, Version(2, 1)))
+    batch = await record.form_batch()
+    assert (batch.ids, batch.is_part) == ([f"0:{number}:0" for number in range(4, 8)], False)
+    assert record.state.counters.dropped == {"too_old": 2}
+    assert "died on a batch with ['0:2:0', '0:3:0']: too old to be tried by themselves" in caplog.text
+
+
 async def test_a_batch_is_read_back_though_a_trainer_that_begins_meanwhile_leaves_it(tmp_path: Path) -> None:
     """A thread reads it, which may take long, beside the event loop."""
     record = opened(tmp_path)

@@ -152,6 +152,15 @@ async def test_every_route_but_health_needs_the_token() -> None:
             assert (await peer.call("/v1/info", None, wire.TeacherInfo)).vocab_size == V
 
 
+async def test_an_engine_is_closed_when_its_service_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, closed = TableEngine(TABLE), list[str]()
+    monkeypatch.setattr(engine, "close", lambda: closed.append("closed"))
+    async with serving(engine) as url, Peer(url) as peer:
+        await score(peer, sequence([1, 2, 3]))
+        assert not closed
+    assert closed == ["closed"]
+
+
 async def test_a_function_teacher_has_no_head() -> None:
     engine = TableEngine(lambda ids: TABLE[ids], vocab_size=V)
     async with serving(engine) as url, Peer(url) as peer:
