@@ -507,7 +507,7 @@ async def test_the_only_machine_of_a_trainer_is_refused_before_it_loads_anything
 async def test_a_second_trainer_of_one_machine_waits_for_the_lease_of_the_first_and_leaves_if_that_lives(
     controller, announced, serve, monkeypatch, tmp_path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(registry, "LEASE_SECONDS", 1.5)
+    monkeypatch.setattr(registry, "LEASE_SECONDS", 3.0)
     run = controller(make_config(controller={"trainer": "external"}))
     serve(run)
     ranks = tmp_path / "0"

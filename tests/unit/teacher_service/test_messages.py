@@ -50,6 +50,7 @@ def test_a_good_sequence_keeps_its_ids_and_is_scored_from_its_start_or_its_secon
         (changed(token_ids=pack(np.array([[1, 2, 3]], np.int32))), "of shape [1, 3], and must be"),
         (changed(token_ids=Array("i4", (3,), b"123")), "3 bytes, and must be 12 bytes"),
         (changed(token_ids=Array("i4", (2**62,), b"")), "must be 18446744073709551616 bytes"),
+        (changed(token_ids=Array("i4", (-3,), b"")), "of shape [-3]"),
         (changed(gather_ids=ids(1, 2)), "must be of shape [any, any]"),
         (changed(gather_ids=pack(np.zeros((3, 2), np.int32))), "shape [3, 2], expected [2, K >= 1]"),
         (changed(gather_ids=pack(np.zeros((2, 0), np.int32))), "empty"),
