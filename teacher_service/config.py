@@ -19,23 +19,19 @@ class EngineKind(NamedTuple):
     """What is known of an engine before it is loaded; no field has a default, so that none is forgotten."""
 
     can: tuple[str, ...]
-    """The most of `EngineInfo.can`."""
+    """The most of `EngineInfo.can`; without "generate" a server at `generate_url` completes prompts."""
     computes: Literal["layers", "vllm", "own"]
-    """layers: one layer after the other, spread over its GPUs, in passes of `batch_tokens`. vllm: vLLM's
-    engine, all GPUs at once, in the share of their memory that it reserves. own: the user's; GPUs and memory
-    are computed as of layers."""
-    generates: bool
-    """Whether it completes prompts itself; false: a server at `generate_url` does."""
-    reloads: bool
-    """Whether it can be unloaded, and loaded with other weights."""
+    """layers: one layer after the other, spread over its GPUs, in passes of `batch_tokens`; it can be
+    unloaded, and loaded with other weights. vllm: vLLM's engine, all GPUs at once, in the share of their
+    memory that it reserves. own: the user's; GPUs and memory are computed as of layers."""
 
 
 ENGINES: Final = {
-    "transformers": EngineKind(CAPABILITIES, "layers", generates=True, reloads=True),
-    "vllm": EngineKind(CAPABILITIES, "vllm", generates=False, reloads=False),
+    "transformers": EngineKind(CAPABILITIES, "layers"),
+    "vllm": EngineKind(tuple(name for name in CAPABILITIES if name != "generate"), "vllm"),
 }
 """Engines by name; `load` of teacher_service.engines.NAME makes one."""
-OWN_ENGINE: Final = EngineKind(CAPABILITIES, "own", generates=True, reloads=False)
+OWN_ENGINE: Final = EngineKind(CAPABILITIES, "own")
 """An engine of the user's own; what it can is known when it is loaded."""
 
 

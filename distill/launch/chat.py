@@ -177,6 +177,6 @@ def _student(config: RunConfig, run_dir: Path, version: str, work: Path) -> Teac
 def _served_here(teacher: TeacherConfig) -> TeacherConfig:
     """One process on loopback that generates, with the weights of its folder; as it is where it has URLs."""
     update = {name: TeacherConfig.model_fields[name].default for name in _OF_THE_RUN}
-    if not teacher.kind.generates:
+    if "generate" not in teacher.kind.can:
         update |= {"engine": "transformers", "engine_args": {}}
     return teacher if teacher.urls else teacher.model_copy(update=update)

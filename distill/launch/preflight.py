@@ -7,10 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
-from dataclasses import fields
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -219,10 +217,8 @@ def components(
 
 async def disconnect(clients: live.Engines, *others: ReplicaEngine) -> None:
     """Close them, and `others`."""
-    kinds = [getattr(clients, field.name) for field in fields(clients) if field.name != "transforms"]
-    several = [kind.values() if isinstance(kind, Mapping) else [kind] for kind in kinds]
-    closing = [client for client in (*chain.from_iterable(several), *others) if client is not None]
-    await asyncio.gather(*(client.aclose() for client in closing), return_exceptions=True)
+    closing = [client.aclose() for client in (*clients.clients(), *others)]
+    await asyncio.gather(*closing, return_exceptions=True)
 
 
 @asynccontextmanager

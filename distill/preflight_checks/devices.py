@@ -210,7 +210,7 @@ def uses(
             continue
         teacher, idle = process.place, False
         if isinstance(teacher, TeacherConfig):
-            idle = teacher.kind.reloads and teacher.idle_unload_seconds is not None
+            idle = teacher.kind.computes == "layers" and teacher.idle_unload_seconds is not None
             if process.host != HERE and not _readable(teacher):
                 if process.index == 0:
                     subject = process.subject

@@ -12,7 +12,7 @@ Without an evaluator, a teacher's scores are checked against each other alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
@@ -57,6 +57,14 @@ class Engines:
     """Empty: the trainer's first step compares their log-probabilities with its own."""
     transforms: Mapping[str, Transform] = field(default_factory=dict)
     environments: Mapping[str, EnvironmentClient] = field(default_factory=dict)
+
+    def clients(self) -> Iterator[TeacherClient | HttpEvaluator | ReplicaEngine | EnvironmentClient]:
+        """All that are to be closed."""
+        yield from self.teachers.values()
+        yield from self.replicas.values()
+        yield from self.environments.values()
+        if self.evaluator is not None:
+            yield self.evaluator
 
 
 async def check_engines(

@@ -29,7 +29,7 @@ from student_trainer.objectives.config import (
 from sync.base.errors import ConfigError, how_it_ended
 from sync.wire import PARTED_BYTES
 from sync.wire.client import MAX_ANSWER
-from teacher_service.config import ENGINES, TeacherConfig
+from teacher_service.config import CAPABILITIES, ENGINES, TeacherConfig
 from teacher_service.engines.base import MAX_TOPK
 
 GB: Final = 1e9
@@ -177,12 +177,14 @@ def try_own(objective: Own) -> None:
 
 def can(teacher: TeacherConfig) -> tuple[str, ...]:
     """The most that a teacher of this configuration serves; an own engine is asked once it is loaded."""
-    without = {"hidden"} if teacher.follow_student_every is not None else set()  # its head moves
-    if not teacher.kind.generates and teacher.generate_url is None:
-        without |= {"generate"}
+    offered = {*teacher.kind.can}
+    if teacher.generate_url is not None:
+        offered.add("generate")
+    if teacher.follow_student_every is not None:  # its head moves
+        offered.discard("hidden")
     if teacher.tokenizer == "own":  # of others' ids it knows nothing
-        without |= {"hidden", "gather"}
-    return tuple(name for name in teacher.kind.can if name not in without)
+        offered -= {"hidden", "gather"}
+    return tuple(name for name in CAPABILITIES if name in offered)
 
 
 def teacher_topk(config: RunConfig) -> int:

@@ -20,7 +20,7 @@ def build(config: TeacherConfig, vocab_size: int, claim: Claim | None = None) ->
     `claim`: the run whose versions a teacher with `follow_student_every` loads.
     """
     every, idle = config.follow_student_every, config.idle_unload_seconds
-    if (every or idle) and (not config.kind.reloads or (every and idle)):
+    if (every or idle) and (config.kind.computes != "layers" or (every and idle)):
         raise ConfigError(
             f'follow_student_every = {every} and idle_unload_seconds = {idle} need engine = "transformers", '
             f"this is {config.engine!r}, and exclude each other: remove one or both"

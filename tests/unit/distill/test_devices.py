@@ -117,7 +117,7 @@ def test_a_further_engine_has_the_memory_and_the_pace_of_the_way_in_which_it_com
 ) -> None:
     """And one of which that is not said does not import."""
     with pytest.raises(TypeError, match="computes"):
-        EngineKind((), generates=True, reloads=False)  # type: ignore[call-arg]
+        EngineKind(())  # type: ignore[call-arg]
     monkeypatch.setitem(ENGINES, "third", ENGINES["vllm"])
     teacher = {"path": model, "engine": "third", "devices": ["1,3"]}
     config = apart(model, teachers={"t": teacher | {"engine_args": {"tensor_parallel_size": 2}}})

@@ -141,7 +141,7 @@ def test_the_remedy_is_the_nearest_that_the_engine_serves(objective_: Any, gives
 
 
 def test_what_an_engine_cannot_serve_is_refused_before_it_is_loaded(monkeypatch: Any) -> None:
-    limit(monkeypatch, "vllm", ("topk", "generate"))
+    limit(monkeypatch, "vllm", ("topk",))
     teachers = {"t": {"path": "t", "engine": "vllm"}}
     (line,) = objective.unserved(make_config(objective={"type": "full"}, teachers=teachers))
     problem, _, remedy = line.partition(": set ")
