@@ -47,7 +47,7 @@ from sync.base.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback, 
 from sync.base.errors import ConfigError
 from sync.base.memory import ALLOCATOR, allocator
 from sync.base.own_code import CODE_VARIABLE
-from sync.wire.server import ON_LOOPBACK
+from sync.wire.server import ON_LOOPBACK, join_port
 
 log = logging.getLogger(__name__)
 TITLE: Final = "distill trainer"
@@ -294,10 +294,8 @@ def main() -> None:
             from deepspeed.launcher import runner
 
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-            with socket.socket() as probe:
-                probe.bind(("", 0))  # a port that is free now, for the ranks to meet at
-                port = str(probe.getsockname()[1])
-            runner.main(["--master_port", port, *arguments])
+            with join_port("", 0) as held:  # for rank 0, where that is one of this machine
+                runner.main(["--master_port", str(held.getsockname()[1]), *arguments])
             return
         _catch_for_ranks()
         with tempfile.TemporaryDirectory(prefix="student-trainer-") as folder:

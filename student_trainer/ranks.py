@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from student_trainer.launch import RENDEZVOUS
 from sync.base.durable import until_disk_space
 from sync.base.errors import ConfigError
-from sync.wire.server import bind_alone
+from sync.wire.server import join_port
 
 _SCHEME: Final = "own-address"
 
@@ -98,12 +98,12 @@ def _at_own_address(
     listening = None
     if rank == 0:
         try:
-            listener = bind_alone(host, port)
-        except OSError as error:
+            listener = join_port(host, port)  # which its launcher holds
+        except ConfigError as error:
             raise ConfigError(
-                f"rank 0 cannot listen on {host}:{port} ({error.strerror}): ranks meet at an address of its "
-                'machine: name it with trainer.launcher_args = ["--master_addr", ADDRESS]'
-            ) from error
+                f"{error}; ranks meet at an address of rank 0's machine: "
+                'trainer.launcher_args = ["--master_addr", ADDRESS] names another'
+            ) from None
         listener.listen()
         listening = listener.detach()
     yield TCPStore(host, port, size, rank == 0, timeout, master_listen_fd=listening), rank, size

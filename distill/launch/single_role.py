@@ -62,7 +62,6 @@ from sync.base.settings import Placement
 from sync.wire import ServerLease, ServerLeaves, ServerRegisters, Servers
 from sync.wire.client import Peer
 from sync.wire.peers import Role, wrong
-from sync.wire.server import bind_alone
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 2.0
@@ -155,15 +154,15 @@ def train(config: RunConfig, controller: Controller, node: int = 0) -> NoReturn:
     """Run this machine's ranks, once all of the trainer's are there; leaves with their exit status."""
     config = prepare_train(config, node)
     here = own_address(controller())
-    with bind_alone(here, 0) as probe:
-        place = url_of(here, probe.getsockname()[1])
-    lease = Lease(config.run.name, machine_name(node), place, controller)
     gang = Gang(config.trainer.nodes, config.trainer.init_timeout_seconds)
 
     def launcher(meeting: str) -> ChildSpec:
         return trainer_process(config, controller(), node, meeting)
 
-    _leave_with(run_machine(launcher, lease, gang, config.run.grace_seconds))
+    with Ports() as ports:  # rank 0 listens on it only once its imports are over
+        place = url_of(here, ports.take(here, 0, "the ranks' meeting"))
+        lease = Lease(config.run.name, machine_name(node), place, controller)
+        _leave_with(run_machine(launcher, lease, gang, config.run.grace_seconds))
 
 
 def _leave_with(work: Coroutine[Any, Any, int]) -> NoReturn:

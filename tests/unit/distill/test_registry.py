@@ -9,6 +9,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -643,6 +645,9 @@ async def test_machines_start_their_ranks_together_and_lose_them_together(
     await until(met)
     below = family(first) + family(second)
     assert len(below) == 4  # a guardian each, and ranks
+    meeting = urlsplit((tmp_path / "0").read_text())
+    with pytest.raises(OSError, match="in use"):  # rank 0 does not listen there yet
+        socket.create_server((str(meeting.hostname), meeting.port or 0))
     second.kill()
     assert await asyncio.to_thread(first.wait, 60) == 128 + signal.SIGKILL, "its ranks could wait for ever"
     await until(lambda: not [process for process in below if process.is_running()])

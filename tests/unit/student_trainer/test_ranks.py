@@ -11,11 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from ports import free_port
 
 from student_trainer.launch import RENDEZVOUS
 from student_trainer.ranks import Ranks
-from sync.wire.server import ON_LOOPBACK
+from sync.wire.server import ON_LOOPBACK, join_port
 
 RANK = """
 import json, sys
@@ -58,7 +57,8 @@ distributed.destroy_process_group()
 
 @pytest.mark.parametrize("place", ["file", "port"])
 def test_ranks_meet_and_listen_on_loopback_alone(place: str, tmp_path: Path) -> None:
-    port = free_port()
+    held = join_port("127.0.0.1", 0)  # as a launcher does
+    port = held.getsockname()[1]
     where = {RENDEZVOUS: f"file://{tmp_path}/store"} if place == "file" else {}
     where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
@@ -80,6 +80,7 @@ def test_ranks_meet_and_listen_on_loopback_alone(place: str, tmp_path: Path) -> 
     finally:
         for rank in ranks:
             rank.communicate("", timeout=60)
+        held.close()
     assert [rank.returncode for rank in ranks] == [0, 0]
 
 
@@ -88,4 +89,5 @@ def test_an_address_of_another_machine_is_refused_by_name() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", MEETING], env=os.environ | where, capture_output=True, text=True, check=False
     )
-    assert "rank 0 cannot listen on 203.0.113.1:1 (Cannot assign requested address)" in ended.stderr
+    assert "cannot listen on 203.0.113.1:1 (Cannot assign requested address)" in ended.stderr
+    assert "--master_addr" in ended.stderr
