@@ -294,8 +294,8 @@ def main() -> None:
             from deepspeed.launcher import runner
 
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-            with join_port("", 0) as held:  # for rank 0, where that is one of this machine
-                runner.main(["--master_port", str(held.getsockname()[1]), *arguments])
+            with join_port("", 0) as reserved:  # for rank 0, where that is one of this machine
+                runner.main(["--master_port", str(reserved.getsockname()[1]), *arguments])
             return
         _catch_for_ranks()
         with tempfile.TemporaryDirectory(prefix="student-trainer-") as folder:

@@ -57,8 +57,8 @@ distributed.destroy_process_group()
 
 @pytest.mark.parametrize("place", ["file", "port"])
 def test_ranks_meet_and_listen_on_loopback_alone(place: str, tmp_path: Path) -> None:
-    held = join_port("127.0.0.1", 0)  # as a launcher does
-    port = held.getsockname()[1]
+    reserved = join_port("127.0.0.1", 0)  # as a launcher does
+    port = reserved.getsockname()[1]
     where = {RENDEZVOUS: f"file://{tmp_path}/store"} if place == "file" else {}
     where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
@@ -80,7 +80,7 @@ def test_ranks_meet_and_listen_on_loopback_alone(place: str, tmp_path: Path) -> 
     finally:
         for rank in ranks:
             rank.communicate("", timeout=60)
-        held.close()
+        reserved.close()
     assert [rank.returncode for rank in ranks] == [0, 0]
 
 
