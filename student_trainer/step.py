@@ -56,7 +56,7 @@ def loss_of(
     """
     factors = [objective.coefficient * objective.teacher_coefficients.get(name, 1.0) for name in teachers]
     return Loss(
-        objective=build(objective),
+        objective=build(objective, ends),
         discount=discount(objective),
         heads=heads,
         ends=ends,

@@ -332,12 +332,12 @@ def _end_remedy(config: RunConfig) -> str:
     objective = config.objective
     teachers = "completions of the teacher too (objective.on_policy below 1), " * (objective.on_policy == 1)
     beside = f"{teachers}a lower trainer.lr, or rollout.max_tokens up to where the teacher ends"
-    if getattr(objective, "forward", 0):
-        return f"the forward term brings it back, in tens of steps (objective.forward); if not, try {beside}"
-    if not hasattr(objective, "forward"):
+    if getattr(objective, "ends", 0):
+        return f"the term of the ends brings it back (objective.ends); if not, try more of it, {beside}"
+    if not hasattr(objective, "ends"):
         return f"try {beside}"
     lost = "a reverse divergence does not bring back what is nearly lost"
-    return f"{lost}: try a forward term (objective.forward = 1), {beside}"
+    return f"{lost}: try a term of the ends (objective.ends = 4), {beside}"
 
 
 class Advice:

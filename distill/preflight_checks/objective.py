@@ -91,18 +91,24 @@ def with_objective(config: RunConfig) -> Resolved:
         kind = TopK if all("topk" in can(teacher) for teacher in config.teachers.values()) else Sampled
         fields = {name: value for name, value in mixing.items() if name in Sampled.model_fields}
         chosen, reason = kind(**fields), f"teacher {by_text[0]!r} has a tokenizer of its own"
-        if forward := config.objective.forward:
-            reason += f": the forward term of weight {forward:g}, which compares single tokens, is left out"
+        if terms := _further(config.objective):
+            reason += f", so without what compares single tokens: {terms}"
     elif unserved:
         chosen, reason = topk, unserved[0]
     elif (step := score_bytes(config, full) * step_tokens) > FULL_STEP_BYTES:
         chosen, reason = topk, f"{_costs(config, full)}, more than {FULL_STEP_BYTES / GB:g} GB"
     else:
         chosen, reason = full, f"{step / GB:.2f} GB a step is at most {FULL_STEP_BYTES / GB:g} GB"
-    if forward := getattr(chosen, "forward", 0):
-        reason += f"; a forward KL of weight {forward:g} (objective.forward) brings ends of completions back"
+    if terms := _further(chosen):
+        reason += f"; {terms}: see docs/objectives.md"
     line = f"objective: {_costs(config, chosen)} (objective.type is not set, and {reason})"
     return Resolved(config.with_(objective=chosen), [line])
+
+
+def _further(objective: ObjectiveConfig) -> str:
+    """The terms of an objective beside its reverse divergence, as their keys say; "": there are none."""
+    weights = ((name, getattr(objective, name, 0)) for name in ("forward", "ends"))
+    return ", ".join(f"objective.{name} = {weight:g}" for name, weight in weights if weight)
 
 
 # --- bytes
@@ -234,9 +240,9 @@ def _unlike(config: RunConfig) -> str | None:
     chosen = config.objective
     if not needs(chosen).topk:
         return None
-    if not isinstance(chosen, TopK) or chosen.forward:
-        what = f"objective.forward = {chosen.forward:g}" if isinstance(chosen, TopK) else f'"{chosen.type}"'
-        return f'{what} compares single tokens: set objective.type = "topk" with forward = 0'
+    if not isinstance(chosen, TopK) or _further(chosen):
+        what = _further(chosen) or f'"{chosen.type}"'
+        return f'{what} compares single tokens: set objective.type = "topk" with forward and ends = 0'
     if config.buffer.scores == "reference":
         return 'its ids become the student\'s in the controller: set buffer.scores = "inline"'
     return None

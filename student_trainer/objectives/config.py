@@ -95,15 +95,18 @@ class Rewards(Settings):
     teacher_temperature: ClassVar[Literal["one", "rollout"]] = "rollout"
 
 
-class ForwardTerm(Mixing):
-    """Fields of reverse divergences that a forward KL may be added to."""
+class FurtherTerms(Mixing):
+    """Fields of reverse divergences that further terms may be added to."""
 
     forward: float = Field(0.0, ge=0)
     """φ: weight of a forward KL(q‖p) beside the reverse one. Its gradient, p − q, does not vanish where the
-    student has nearly lost a token that the teacher keeps, such as the one that ends a completion."""
+    student has nearly lost a token that the teacher keeps."""
+    ends: float = Field(0.0, ge=0)
+    """η: weight of ½·Q·(log P − log Q)² beside them, P and Q the mass of student and teacher on the ids that
+    end a completion. Its gradient grows with what the student has lost of them."""
 
 
-class Auto(ForwardTerm):
+class Auto(FurtherTerms):
     """`full` where every teacher's engine gives hidden states and a step of them is small, else `topk`.
 
     Resolved before anything starts; the choice is printed with its arithmetic.
@@ -111,7 +114,10 @@ class Auto(ForwardTerm):
 
     type: Literal["auto"] = "auto"
     forward: float = Field(1.0, ge=0)
-    """φ, as of `full` and `topk`, whose default is 0: with it a real student ends its completions again."""
+    """φ, as of `full` and `topk`, whose default is 0."""
+    ends: float = Field(4.0, ge=0)
+    """η, as of `full` and `topk`, whose default is 0: with it a real student does not unlearn to end its
+    completions."""
 
 
 class PolicyGradientTerms(Mixing):
@@ -133,7 +139,7 @@ class Sampled(PolicyGradientTerms):
     type: Literal["sampled"] = "sampled"
 
 
-class TopK(PolicyGradientTerms, ForwardTerm):
+class TopK(PolicyGradientTerms, FurtherTerms):
     """Unbiased hybrid: exact on the teacher's top-k, policy gradient outside."""
 
     type: Literal["topk"] = "topk"
@@ -157,7 +163,7 @@ class ForwardTopK(Mixing):
     """Ids per position that the teacher returns."""
 
 
-class Full(ForwardTerm):
+class Full(FurtherTerms):
     """Exact reverse KL over the full vocabulary, from the teacher's hidden states and head."""
 
     type: Literal["full"] = "full"

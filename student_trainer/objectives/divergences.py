@@ -12,7 +12,7 @@ hybrid makes the gradient wrong (docs/objectives.md). The task's clipped ratio a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -368,6 +368,32 @@ def both_ways(logp_NV: Tensor, targets: Targets, reverse: Objective, weight: flo
     return loss_N + weight * forward_N, stats
 
 
+def ending(
+    logp_NV: Tensor, targets: Targets, divergence: Objective, weight: float, ends: Sequence[int]
+) -> Terms:
+    """A divergence and η times how far the student's end of a completion is from the teacher's.
+
+        loss_t = divergence_t + η·½·Q·(log P − log Q)²
+
+    P and Q are the mass of student and teacher on the ids E that end a completion; of a teacher that sends S,
+    that on E ∩ S, and 0 where it is empty. The term's gradient in the logit of an end v is
+    η·Q·log(P/Q)·p(v)·(1/P − 1). Both KLs push an end that is too likely by about p, and pull one that is lost
+    by no more than q; this one pulls the more, the more is lost.
+    """
+    loss_N, stats = divergence(logp_NV, targets)
+    ends_E, logq_NV = targets.token_N.new_tensor(ends), targets.teacher_logp_NV
+    if logq_NV is not None:
+        student_N, teacher_N = (each_NV[:, ends_E].logsumexp(1) for each_NV in (logp_NV, logq_NV))
+    else:
+        assert targets.support_NK is not None
+        assert targets.support_logp_NK is not None
+        ends_NK = torch.isin(targets.support_NK, ends_E)
+        student_N = mask_log_mass(logp_NV, torch.where(ends_NK, targets.support_NK, -1))
+        teacher_N = targets.support_logp_NK.masked_fill(~ends_NK, -torch.inf).logsumexp(1)
+        teacher_N = torch.where(ends_NK.any(1), teacher_N, 0.0)
+    return loss_N + (0.5 * weight) * teacher_N.exp() * (student_N - teacher_N).square(), stats
+
+
 # --- what is minimised --------------------------------------------------------------------------------------
 
 
@@ -434,16 +460,6 @@ def _weighted(divergence: Callable[..., Terms]) -> Callable[[Any], Objective]:
     return lambda c: partial(divergence, rho_cap=c.rho_cap, drop_rho_outside=c.drop_rho_outside)
 
 
-def _reverse(divergence: Callable[[Any], Objective]) -> Callable[[Any], Objective]:
-    """Add the forward term that a configuration asks for."""
-
-    def of(c: Any) -> Objective:
-        reverse = divergence(c)
-        return partial(both_ways, reverse=reverse, weight=c.forward) if c.forward else reverse
-
-    return of
-
-
 def own_objective(objective: config.Own) -> Objective:
     """The function of an objective of the user's, called as function(live log p [N, V], Targets, **options).
 
@@ -473,10 +489,10 @@ def own_objective(objective: config.Own) -> Objective:
 DIVERGENCES: Final[Mapping[type, Callable[[Any], Objective]]] = {
     config.Rewards: lambda _: nothing,
     config.Sampled: _weighted(sampled),
-    config.TopK: _reverse(_weighted(hybrid)),
+    config.TopK: _weighted(hybrid),
     config.StudentTopK: _weighted(hybrid),
     config.ForwardTopK: lambda _: forward_topk,
-    config.Full: _reverse(lambda _: full),
+    config.Full: lambda _: full,
     config.JSD: lambda c: partial(jsd, beta=c.beta),
     config.SkewReverse: lambda c: partial(skew, alpha=c.alpha),
     config.SFT: _weighted(sampled),  # samples of the teacher are learned by `sft`: see `mixture`
@@ -486,9 +502,15 @@ DIVERGENCES: Final[Mapping[type, Callable[[Any], Objective]]] = {
 what it needs from the teacher in `config.needs`."""
 
 
-def build(objective: config.ObjectiveConfig) -> Objective:
-    """The function of (live log p [N, V], Targets) that is minimised, mixing included."""
+def build(objective: config.ObjectiveConfig, ends: Sequence[int] = ()) -> Objective:
+    """The function of (live log p [N, V], Targets) that is minimised, mixing included. `ends`: ids that end a
+    completion."""
     divergence, estimated = DIVERGENCES[type(objective)](objective), config.estimated(objective)
+    if isinstance(objective, config.FurtherTerms):
+        if objective.forward:
+            divergence = partial(both_ways, reverse=divergence, weight=objective.forward)
+        if objective.ends and ends:
+            divergence = partial(ending, divergence=divergence, weight=objective.ends, ends=ends)
     cap, clip = (None, None) if (task := objective.task) is None else (task.rho_cap, task.clip)
     return partial(mixture, divergence=divergence, rho_cap=cap, estimated=estimated, clip=clip)
 

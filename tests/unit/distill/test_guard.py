@@ -290,15 +290,14 @@ def test_a_student_that_ends_far_less_often_than_its_teacher_is_told_the_remedy(
     kept = lost | {"train/student_end": LITTLE_END * 3.1e-3}
     line = said_once(advice, END_STEPS, lost, kept)
     assert "of 4.5e-05 at a token, and for its teacher one of 3.1e-03" in line
-    assert "try a forward term (objective.forward = 1)" in line
+    assert "try a term of the ends (objective.ends = 4)" in line
     assert advice.look({"train/student_end": 0.0}) == [], "a teacher that sends no scores for it"
-    advice = Advice(make_config(objective={"type": "full", "forward": 1.0, "on_policy": 0.9}))
+    advice = Advice(make_config(objective={"type": "full", "ends": 4.0, "on_policy": 0.9}))
     (line,) = [advice.look(lost) for _ in range(END_STEPS)][-1]
-    assert "the forward term brings it back, in tens of steps" in line
-    assert "try a lower trainer.lr, or rollout.max_tokens" in line, "what is set already is no remedy"
+    assert "the term of the ends brings it back (objective.ends); if not, try more of it, a lower" in line
     advice = Advice(make_config(objective={"type": "jsd"}))
     (line,) = [advice.look(lost) for _ in range(END_STEPS)][-1]
-    assert "objective.forward" not in line, "a key that this objective does not have"
+    assert "objective.ends" not in line, "a key that this objective does not have"
 
 
 def test_a_student_whose_held_out_completions_end_less_often_than_chance_explains_is_told_once() -> None:

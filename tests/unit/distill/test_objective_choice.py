@@ -44,10 +44,10 @@ def unnamed(tmp_path: Path, batch: int = 256, **sections: Any) -> RunConfig:
 def test_full_is_the_default_while_a_step_of_hidden_states_is_small(tmp_path: Path) -> None:
     """256 x 4,096 tokens x (4 + 2 x 512) bytes are 1.08 GB, twice that is above 2 GB."""
     config, lines = objective.resolve(unnamed(tmp_path, objective={"coefficient": 2.0}))
-    assert config.objective == Full(coefficient=2.0, forward=1.0)
+    assert config.objective == Full(coefficient=2.0, forward=1.0, ends=4.0)
     assert '"full" takes 1,028 bytes a token from the teacher, 1.08 GB a step of 256 x 4,096' in lines[0]
     config, lines = objective.resolve(unnamed(tmp_path, batch=512, objective={"coefficient": 2.0}))
-    assert config.objective == TopK(coefficient=2.0, forward=1.0)
+    assert config.objective == TopK(coefficient=2.0, forward=1.0, ends=4.0)
     assert '"topk" takes 392 bytes a token' in lines[0], "log-prob, entropy, 64 x (id + half)"
     assert '"full" takes 1,028 bytes a token from the teacher, 2.16 GB a step' in lines[0]
     assert objective.resolve(config).config == config, "resolved once"
@@ -63,10 +63,10 @@ def test_a_teacher_with_another_tokenizer_makes_topk_the_default_through_the_con
     assert config.objective == TopK()
     assert config.buffer.scores == "inline"
     assert '"topk" takes 425 bytes a token' in lines[0]
-    assert "the forward term of weight 1, which compares single tokens, is left out" in lines[0]
+    assert "without what compares single tokens: objective.forward = 1, objective.ends = 4" in lines[0]
     assert not [*objective.unserved(config)]
-    (problem,) = objective.unserved(asked.model_copy(update={"objective": TopK(forward=0.5)}))
-    assert "objective.forward = 0.5 compares single tokens: set" in problem
+    (problem,) = objective.unserved(asked.model_copy(update={"objective": TopK(ends=0.5)}))
+    assert "objective.ends = 0.5 compares single tokens: set" in problem
     limit(monkeypatch, "transformers", ("entropy",))
     assert objective.resolve(asked).config.objective == Sampled()
 
@@ -78,7 +78,7 @@ def test_a_teacher_without_hidden_states_makes_topk_the_default(tmp_path, monkey
     path = model_config(tmp_path)
     limit(monkeypatch, "vllm", ("topk", "generate"))
     config, lines = objective.resolve(unnamed(tmp_path, teachers={"t": {"path": path, **teacher}}))
-    assert config.objective == TopK(forward=1.0)
+    assert config.objective == TopK(forward=1.0, ends=4.0)
     assert "of teacher 't' gives no hidden states" in lines[0]
 
 
@@ -111,7 +111,7 @@ def test_a_default_that_depends_on_an_unreadable_model_is_refused_with_the_key_t
 def test_every_role_alone_resolves_the_same_objective(tmp_path: Path, monkeypatch: Any) -> None:
     teacher = shutil.copytree(model_config(tmp_path), tmp_path / "teacher")
     config = unnamed(tmp_path, run={"folder": str(tmp_path)}, teachers={"t": {"path": str(teacher)}})
-    assert single_role.prepare_train(config).objective == Full(forward=1.0)
+    assert single_role.prepare_train(config).objective == Full(forward=1.0, ends=4.0)
 
 
 HOT = {"teacher_temperature": "rollout"}

@@ -348,6 +348,38 @@ def test_a_forward_term_adds_p_minus_q_whatever_the_student_has_lost() -> None:
     assert abs(float(pull[1]) + 0.1 * float(q[3])) < 1e-6
 
 
+def test_a_term_of_the_ends_pulls_by_what_the_student_has_lost_of_them() -> None:
+    q, weight = TEACHER.exp(), 4.0
+
+    def term(ends: list[int], theta: Tensor = THETA) -> tuple[Tensor, Tensor]:
+        """Value and gradient in the logits."""
+        p, member = theta.softmax(0), torch.zeros(V, dtype=torch.float64)
+        member[ends] = 1.0
+        student, teacher = (member * p).sum(), (member * q).sum()
+        apart = (student / teacher).log()
+        return weight / 2 * teacher * apart.square(), weight * teacher * apart * p * (member / student - 1)
+
+    goal = targets(TEACHER, STALE, [0, 2, 5])
+    bucketed = replace(goal, teacher_logp_NV=None)
+    for ends, sent in (([3], []), ([2], [2]), ([3, 5], [5])):
+        loss = lib.build(Full(ends=weight), ends)
+        value, gradient, reverse = expected(loss, goal, STALE)
+        same(value, kl_of() + term(ends)[0])
+        same(gradient, through_softmax(d_of()) + term(ends)[1])
+        same(reverse, kl_of())
+        loss, alone = lib.build(TopK(ends=weight, rho_cap=None), ends), lib.build(TopK(rho_cap=None))
+        value, gradient, reverse = expected(loss, bucketed, STALE)
+        without = expected(alone, bucketed, STALE)
+        same(value, without[0] + (term(sent)[0] if sent else 0.0))
+        same(gradient, without[1] + (term(sent)[1] if sent else 0.0))
+        same(reverse, without[2])
+    lost = torch.where(torch.arange(V) == 3, THETA - 20.0, THETA)
+    *_, gradient, _ = expected(lib.build(Full(ends=weight), [3]), goal, STALE, lost)
+    same(gradient[3], term([3], lost)[1][3], 1e-6)
+    assert float(gradient[3]) < -15 * weight * float(q[3]), "it grows with what is lost"
+    same(expected(lib.build(Full(ends=weight)), goal, STALE)[1], through_softmax(d_of()))
+
+
 def test_forward_topk_is_the_bucketed_forward_kl() -> None:
     p, q = THETA.softmax(0), TEACHER.exp()
     for support in ([0, 2, 5], [1], list(range(V))):
@@ -500,6 +532,7 @@ def offered() -> dict[str, Callable]:
         "forward_topk": lib.forward_topk,
         "full": lib.full,
         "both ways": lib.build(Full(forward=0.1)),
+        "ends": lib.build(Full(ends=4.0), [1, 3]),
         "jsd": lambda p, t: lib.jsd(p, t, 0.5),
         "skew": lambda p, t: lib.skew(p, t, 0.1),
         "sft": lib.sft,
