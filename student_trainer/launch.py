@@ -47,7 +47,7 @@ from sync.base.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback, 
 from sync.base.errors import ConfigError
 from sync.base.memory import ALLOCATOR, allocator
 from sync.base.own_code import CODE_VARIABLE
-from sync.wire.server import ON_LOOPBACK, join_port
+from sync.wire.server import ON_LOOPBACK, hold_port
 
 log = logging.getLogger(__name__)
 TITLE: Final = "distill trainer"
@@ -294,7 +294,7 @@ def main() -> None:
             from deepspeed.launcher import runner
 
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-            with join_port("", 0) as reserved:  # for rank 0, where that is one of this machine
+            with hold_port("", 0) as reserved:  # for rank 0, where that is one of this machine
                 runner.main(["--master_port", str(reserved.getsockname()[1]), *arguments])
             return
         _catch_for_ranks()

@@ -101,8 +101,8 @@ def _at_own_address(
             listener = join_port(host, port)  # which its launcher holds
         except ConfigError as error:
             raise ConfigError(
-                f"{error}; ranks meet at an address of rank 0's machine: "
-                'trainer.launcher_args = ["--master_addr", ADDRESS] names another'
+                f"{error}; ranks meet at an address and a port of rank 0's machine: "
+                'trainer.launcher_args = ["--master_addr", ADDRESS, "--master_port", PORT] names others'
             ) from None
         listener.listen()
         listening = listener.detach()

@@ -33,7 +33,7 @@ from sync.base.errors import ConfigError
 from sync.base.memory import allocator
 from sync.base.settings import ModelSource, Placement, Settings
 from sync.wire.peers import Role
-from sync.wire.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone
+from sync.wire.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, hold_port
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.reload import GpuSlotsConfig
 
@@ -53,14 +53,12 @@ class Ports:
         """`port`, or any free one for 0. Raises ConfigError, naming setting `key`, when it is in use."""
         port = self._only or port
         try:
-            listener = bind_alone(host, port)
+            listener = hold_port(host, port)
         except (OSError, OverflowError) as error:
             reason = f"cannot listen on {host} port {port} ({error}): choose an address of this machine"
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 reason = f"port {port} of {host} is in use: choose another one, or 0 for any free one"
             raise ConfigError(f"{key}: {reason}") from None
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._held.append(listener)
         return int(listener.getsockname()[1])
 

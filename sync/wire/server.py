@@ -296,9 +296,18 @@ def bind_alone(host: str, port: int) -> socket.socket:
     return bound
 
 
+def hold_port(host: str, port: int) -> socket.socket:
+    """A socket that never listens and keeps a port for servers of this user, which come later (`join_port`):
+    for everybody else it is in use. Raises as `bind_alone` does."""
+    holder = bind_alone(host, port)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return holder
+
+
 def join_port(host: str, port: int) -> socket.socket:
-    """A socket to listen with, on a port that a launcher may hold; see `distill.launch.roles`. Raises
-    ConfigError when another server listens there."""
+    """A socket to listen with, on a port that a launcher may hold. Raises ConfigError when another server
+    listens there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     joined = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):

@@ -196,7 +196,13 @@ def test_a_hostfile_goes_to_the_launcher_with_the_variables_of_all_ranks(
 
 def test_ranks_of_several_machines_meet_at_another_port_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr("deepspeed.launcher.runner.main", started.append)
+
+    def run(arguments: list[str]) -> None:
+        started.append(arguments)
+        with pytest.raises(OSError, match="in use"):  # rank 0 does not listen there yet
+            socket.create_server(("127.0.0.1", int(arguments[1])))
+
+    monkeypatch.setattr("deepspeed.launcher.runner.main", run)
     monkeypatch.setattr(sys, "argv", ["launch", "--hostfile", "hosts", "--module", "m"])
     with socket.socket() as thief:
         launch.main()
