@@ -32,7 +32,7 @@ from sync import wire
 from sync.base.errors import ConfigError, RemoteError
 from sync.base.own_code import is_own
 from sync.base.settings import ModelSource
-from sync.base.tokenizers import load_tokenizer, vocab_size
+from sync.base.tokenizers import end_ids, load_tokenizer, vocab_size
 from sync.wire import ProbeReply, ProbeRequest, SamplingMask, Scored, ScoreSequence, Want, pack, unpack
 from sync.wire.head import OutputHead, tensor_of
 from teacher_service.client import TeacherClient
@@ -53,7 +53,9 @@ async def probe(
         raise ConfigError(
             f"the evaluator was started without teacher {', '.join(unknown)}: start it from the same file"
         )
-    vocab = vocab_size(load_tokenizer(config.student), config.student.known_ids)
+    tokenizer = load_tokenizer(config.student)
+    vocab = vocab_size(tokenizer, config.student.known_ids)
+    ends = sorted({*end_ids(config.student, tokenizer), *config.rollout.stop_token_ids})
     temperature = config.rollout.temperature
     setting = (config.evaluation or EvaluationConfig()).device
     student = await asyncio.to_thread(_loaded, config.student, vocab, setting)
@@ -71,7 +73,7 @@ async def probe(
         else:
             logq = await _served(teachers[name], sequences, device)
         scores[name] = await asyncio.to_thread(
-            probe_teacher, sequences, logq, reason, student, config.objective, temperature
+            probe_teacher, sequences, logq, reason, student, config.objective, temperature, ends
         )
     masks: Sequence[SamplingMask | None] = request.masks or [None] * len(request.student)
     student_scores = [
@@ -140,8 +142,9 @@ def probe_teacher(
     student: LanguageModel,
     objective: ObjectiveConfig,
     temperature: float,
+    ends: Sequence[int],
 ) -> wire.ReferenceScores:
-    """One teacher's part of a ProbeReply; `temperature`: of the rollouts.
+    """One teacher's part of a ProbeReply; `temperature`: of the rollouts; `ends`: ids that end a completion.
 
     `logq_TV`: its distributions of the completion tokens of each sequence, fp32, temperature 1; None: they
     are not known. `not_shown`: why no forward pass of ours gave them; None: one did.
@@ -155,7 +158,7 @@ def probe_teacher(
             logq_NV = torch.cat([*logq_TV])
             teacher_NV = (logq_NV / teacher_temperature(objective, temperature)).log_softmax(-1)
         k = needs(objective).topk or student_topk(objective)
-        figures = objective_figures(build(objective), live_NV, teacher_NV, token_N, k)
+        figures = objective_figures(build(objective, ends), live_NV, teacher_NV, token_N, k)
     loss, gradient, change = figures
     scores = None
     if not_shown is None and logq_TV is not None:

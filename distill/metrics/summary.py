@@ -334,10 +334,11 @@ def _end_remedy(config: RunConfig) -> str:
     beside = f"{teachers}a lower trainer.lr, or rollout.max_tokens up to where the teacher ends"
     if getattr(objective, "ends", 0):
         return f"the term of the ends brings it back (objective.ends); if not, try more of it, {beside}"
-    if not hasattr(objective, "ends"):
+    if not hasattr(objective, "ends") or config.by_text:
         return f"try {beside}"
-    lost = "a reverse divergence does not bring back what is nearly lost"
-    return f"{lost}: try a term of the ends (objective.ends = 4), {beside}"
+    alone = not getattr(objective, "forward", 0)
+    lost = "a reverse divergence does not bring back what is nearly lost: " * alone
+    return f"{lost}try a term of the ends (objective.ends = 4), {beside}"
 
 
 class Advice:

@@ -183,6 +183,14 @@ async def test_sound_engines_pass_every_check(models: Path) -> None:
     ]  # fmt: skip
 
 
+async def test_an_objective_is_probed_with_its_term_of_the_ends(models: Path) -> None:
+    configs = [configure(models, objective={"type": "full", "ends": weight}) for weight in (0.0, 100.0)]
+    without, with_it = [await findings(config, Teacher(config), Evaluator(config)) for config in configs]
+    assert failed(with_it) == []
+    assert without[-1].check == "teacher t: the gradient depends on the teacher"
+    assert with_it[-1].figure != without[-1].figure
+
+
 async def test_another_vocabulary_is_reported_before_any_score_is_requested(models: Path) -> None:
     config = configure(models)
     stranger = Teacher(config, tokenizer_fingerprint="0" * 96)
