@@ -431,7 +431,7 @@ def translations(config: RunConfig) -> dict[str, Translation]:
     if not config.by_text:
         return {}
     student = load_tokenizer(config.student)
-    ends = {*end_ids(config.student, student), *config.rollout.stop_token_ids}
+    ends = end_ids(config.student, student, config.rollout.stop_token_ids)
     return {
         name: Translation(student, load_tokenizer(config.teachers[name]), ends) for name in config.by_text
     }

@@ -52,8 +52,7 @@ class Learner:
         self.engine, student, self._tokenizer = load(config, ranks)
         self.vocab = student.head.shape.vocab
         """The number of ids of the student's tokenizer."""
-        ends = end_ids(config.student, self._tokenizer)
-        self.ends = tuple(sorted({*ends, *config.stop_token_ids}))
+        self.ends = tuple(end_ids(config.student, self._tokenizer, config.stop_token_ids))
         """Ids that end a completion."""
         check_head(student, self.engine, ranks.device)
         check_rows(student, self.engine, ranks.device)

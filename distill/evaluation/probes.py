@@ -55,7 +55,7 @@ async def probe(
         )
     tokenizer = load_tokenizer(config.student)
     vocab = vocab_size(tokenizer, config.student.known_ids)
-    ends = sorted({*end_ids(config.student, tokenizer), *config.rollout.stop_token_ids})
+    ends = end_ids(config.student, tokenizer, config.rollout.stop_token_ids)
     temperature = config.rollout.temperature
     setting = (config.evaluation or EvaluationConfig()).device
     student = await asyncio.to_thread(_loaded, config.student, vocab, setting)

@@ -238,7 +238,7 @@ def check_rendering(config: RunConfig, tokenizer: Any) -> tuple[RunConfig, list[
             )
         lines += _opening_lines(tokenizer, variables)
         end = end_of_turn(tokenizer, variables)
-        ends = {*end_ids(config.student, tokenizer), *config.rollout.stop_token_ids}
+        ends = end_ids(config.student, tokenizer, config.rollout.stop_token_ids)
         if end is not None and end not in ends:
             stops = [*config.rollout.stop_token_ids, end]
             config = config.with_(rollout={"stop_token_ids": stops})
@@ -257,7 +257,7 @@ def first_prompts(config: RunConfig, split: PromptSplit, tokenizer: Any) -> list
         first = [source[index] for index in range(min(3, len(source) if isinstance(source, Sized) else 3))]
         where = f" of {name}" if name else ""
         lines += _shown(first, where, tokenizer)
-    ends = sorted({*end_ids(config.student, tokenizer), *config.rollout.stop_token_ids})
+    ends = end_ids(config.student, tokenizer, config.rollout.stop_token_ids)
     names = _names(tokenizer, ends) if ends else "no token: only rollout.max_tokens ends them"
     lines.append(f"prompts: completions end at {names}")
     first = [prompt for prompt in sample_prompts(split) if prompt.token_ids]

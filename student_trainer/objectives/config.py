@@ -103,7 +103,7 @@ class FurtherTerms(Mixing):
     student has nearly lost a token that the teacher keeps."""
     ends: float = Field(0.0, ge=0)
     """η: weight of ½·Q·(log P − log Q)² beside them, P and Q the mass of student and teacher on the ids that
-    end a completion. Its gradient grows with what the student has lost of them."""
+    end a completion; linear beyond 3 nats. Its gradient grows with what the student has lost of them."""
 
 
 class Auto(FurtherTerms):

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from student_trainer.objectives import config
 from sync.base.errors import DataError
@@ -35,6 +36,9 @@ _NO_TAIL = 1e-6
 """Teacher mass outside S below which it is rounding, not a tail; where S is everything, all of it is."""
 _TINY = 1e-30
 """Mass of G by which is divided: at least p(y), which only rounding makes 0."""
+_FAR = 3.0
+"""Nats between log P and log Q from which on the pull of an end grows no more: one new to the student would
+else take over a step."""
 _MAX_LOG_RHO = 20.0
 """exp of it still has finite squares in fp32; beyond it a sample carries no information."""
 
@@ -373,12 +377,12 @@ def ending(
 ) -> Terms:
     """A divergence and η times how far the student's end of a completion is from the teacher's.
 
-        loss_t = divergence_t + η·½·Q·(log P − log Q)²
+        loss_t = divergence_t + η·Q·h(log P − log Q),     h(x) = ½x², beyond ±3 a line
 
     P and Q are the mass of student and teacher on the ids E that end a completion; of a teacher that sends S,
     that on E ∩ S, and 0 where it is empty. The term's gradient in the logit of an end v is
-    η·Q·log(P/Q)·p(v)·(1/P − 1). Both KLs push an end that is too likely by about p, and pull one that is lost
-    by no more than q; this one pulls the more, the more is lost.
+    η·Q·clip(log(P/Q), ±3)·p(v)·(1/P − 1). Both KLs push an end that is too likely by about p, and the forward
+    one pulls one that is lost by no more than q; this one pulls the more, the more is lost, up to 3·η·Q.
     """
     loss_N, stats = divergence(logp_NV, targets)
     ends_E, logq_NV = targets.token_N.new_tensor(ends), targets.teacher_logp_NV
@@ -391,7 +395,8 @@ def ending(
         student_N = mask_log_mass(logp_NV, torch.where(ends_NK, targets.support_NK, -1))
         teacher_N = targets.support_logp_NK.masked_fill(~ends_NK, -torch.inf).logsumexp(1)
         teacher_N = torch.where(ends_NK.any(1), teacher_N, 0.0)
-    return loss_N + (0.5 * weight) * teacher_N.exp() * (student_N - teacher_N).square(), stats
+    apart_N = functional.huber_loss(student_N, teacher_N, reduction="none", delta=_FAR)
+    return loss_N + weight * teacher_N.exp() * apart_N, stats
 
 
 # --- what is minimised --------------------------------------------------------------------------------------

@@ -154,9 +154,11 @@ CONTENT: Final = "\u2603answer\u2603"
 """Stands for an assistant's content where a template is rendered to see what it writes around it."""
 
 
-def end_ids(source: ModelSource, tokenizer: Any) -> list[int]:
-    """Ids at which the model ends a completion: its tokenizer's and those of its generation config."""
-    return sorted(({tokenizer.eos_token_id} - {None}) | _listed_ends(source.path, source.revision))
+def end_ids(source: ModelSource, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> list[int]:
+    """Ids at which the model ends a completion: its tokenizer's, those of its generation config, and those at
+    which a run stops it."""
+    listed = _listed_ends(source.path, source.revision)
+    return sorted({*stop_token_ids} | ({tokenizer.eos_token_id} - {None}) | listed)
 
 
 def text_reader(tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> Callable[[Sequence[int]], str]:
