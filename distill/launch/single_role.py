@@ -62,6 +62,7 @@ from sync.base.settings import Placement
 from sync.wire import ServerLease, ServerLeaves, ServerRegisters, Servers
 from sync.wire.client import Peer
 from sync.wire.peers import Role, wrong
+from sync.wire.server import hold_port
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 2.0
@@ -159,8 +160,8 @@ def train(config: RunConfig, controller: Controller, node: int = 0) -> NoReturn:
     def launcher(meeting: str) -> ChildSpec:
         return trainer_process(config, controller(), node, meeting)
 
-    with Ports() as ports:  # rank 0 listens on it only once its imports are over
-        place = url_of(here, ports.take(here, 0, "the ranks' meeting"))
+    with hold_port(here, 0) as meeting:  # rank 0 listens there only once its imports are over
+        place = url_of(here, meeting.getsockname()[1])
         lease = Lease(config.run.name, machine_name(node), place, controller)
         _leave_with(run_machine(launcher, lease, gang, config.run.grace_seconds))
 

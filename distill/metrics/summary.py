@@ -336,9 +336,7 @@ def _end_remedy(config: RunConfig) -> str:
         return f"the term of the ends brings it back (objective.ends); if not, try more of it, {beside}"
     if not hasattr(objective, "ends") or config.by_text:
         return f"try {beside}"
-    alone = not getattr(objective, "forward", 0)
-    lost = "a reverse divergence does not bring back what is nearly lost: " * alone
-    return f"{lost}try a term of the ends (objective.ends = 4), {beside}"
+    return f"try a term of the ends (objective.ends = 4), {beside}"
 
 
 class Advice:

@@ -302,9 +302,6 @@ def test_a_student_that_ends_far_less_often_than_its_teacher_is_told_the_remedy(
     advice = Advice(make_config(objective={"type": "topk"}, teachers=own))
     (line,) = [advice.look(lost) for _ in range(END_STEPS)][-1]
     assert "objective.ends" not in line, "a term that is refused for this teacher"
-    advice = Advice(make_config(objective={"type": "topk", "forward": 1.0}))
-    (line,) = [advice.look(lost) for _ in range(END_STEPS)][-1]
-    assert "3.1e-03; try a term of the ends (objective.ends = 4)" in line, "a forward term brings back"
 
 
 def test_a_student_whose_held_out_completions_end_less_often_than_chance_explains_is_told_once() -> None:
