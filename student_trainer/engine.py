@@ -224,7 +224,7 @@ class Student(nn.Module):
         shape = replace(self.head.shape, temperature=1.0)
         theirs_RLV = self.model(input_ids=tokens_RL, use_cache=False, **more).logits
         theirs_CV = theirs_RLV.flatten(0, 1).index_select(0, positions_C)[:, : shape.vocab]
-        ours_CV = shape.logits(self.head(hidden_CH, None, None)[:, : shape.vocab])
+        ours_CV = shape.logits(self.head(hidden_CH, None, None)[:, : shape.vocab].float())
         return ours_CV.log_softmax(1), theirs_CV.float().log_softmax(1)
 
 

@@ -6,8 +6,8 @@ needs many tensors of the logits' size: a CPU makes them for a block of tokens a
 gradients take the place of its logits.
 
 Letters: C completion tokens of a micro-batch, N tokens of one chunk, B of one block, V rows of the
-vocabulary, H hidden size, G hidden size of a teacher. Logits and log-probabilities are fp32 whatever the
-model's precision.
+vocabulary, H hidden size, G hidden size of a teacher. Log-probabilities are fp32 whatever the model's
+precision; what is multiplied is rounded to it, and so are products of bf16 on a CPU (`sync.wire.head`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from student_trainer.objectives.config import TaskReward
 from student_trainer.objectives.divergences import Discount, Objective, Targets, at, own
 from student_trainer.objectives.token_statistics import OVERLAP_TOKENS, STATS, token_sums
-from sync.wire.head import HeadShape, OutputHead, bf16_products
+from sync.wire.head import HeadShape, OutputHead
 
 RHO_MAX = len(STATS)
 """Place of the largest ρ in a statistics vector; the sums named in STATS stand before it. After it stand, for
@@ -93,11 +93,11 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         head = OutputHead(weight_VH, bias_V, shape).placed(hidden_CH.device)
-        low_VH = weight_VH.detach()[: shape.vocab].to(hidden_CH.device)
-        exact = head.exact and hidden_CH.dtype == torch.bfloat16 and not hidden_CH.is_cuda
         stats = hidden_CH.new_zeros(RHO_MAX + 1 + 2 * spec.tracked, dtype=torch.float32)
         grad_hidden_CH = torch.zeros_like(hidden_CH, dtype=torch.float32)
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if weight_VH.requires_grad else None
+        grad_weight_VH = torch.empty_like(weight_VH, dtype=torch.float32) if weight_VH.requires_grad else None
+        if grad_weight_VH is not None:
+            grad_weight_VH[shape.vocab if len(hidden_CH) else 0 :] = 0.0  # the others are the first chunk's
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
         tokens = chunk if hidden_CH.is_cuda else max(1, min(chunk, BLOCK // shape.vocab))
         for part in _parts(hidden_CH.shape[0], chunk):
@@ -107,15 +107,15 @@ class _ChunkedLoss(torch.autograd.Function):
                 block = chunk_targets.each(itemgetter(rows))
                 logits_BV = None if teacher_NV is None else teacher_NV[rows]
                 compared = max(0, OVERLAP_TOKENS - rows.start)
-                sums, grad_NV[rows] = _block_loss(grad_NV[rows], logits_BV, shape, block, spec, compared)
+                raw_BV = grad_NV[rows].float()
+                sums, grad_NV[rows] = _block_loss(raw_BV, logits_BV, shape, block, spec, compared)
                 _record(stats, sums)
-            grad_hidden_CH[part] = grad_NV.to(low_VH.dtype) @ low_VH
+            low_NV, low_NH = grad_NV.to(head.weight_VH.dtype), hidden_NH.to(head.weight_VH.dtype)
+            grad_hidden_CH[part] = low_NV @ head.weight_VH
             if grad_weight_VH is not None:
-                with bf16_products(exact):  # the factor from the loss is rounded, as it is on GPUs
-                    hidden_NH = hidden_NH.to(head.weight_VH.dtype)
-                    _add_product(grad_weight_VH[: shape.vocab], grad_NV, hidden_NH)
+                _add_product(grad_weight_VH[: shape.vocab], low_NV, low_NH, onto=int(part.start > 0))
             if grad_bias_V is not None:
-                grad_bias_V[: shape.vocab] += grad_NV.sum(0)
+                grad_bias_V[: shape.vocab] += grad_NV.sum(0, dtype=torch.float32)
         ctx.grads = (grad_hidden_CH, grad_weight_VH, grad_bias_V)
         ctx.dtype = weight_VH.dtype
         ctx.mark_non_differentiable(stats)
@@ -123,9 +123,14 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = [None if grad is None else grad.mul_(grad_loss).to(ctx.dtype) for grad in ctx.grads]
+        scaled = [None if grad is None else _times(grad, grad_loss, ctx.dtype) for grad in ctx.grads]
         ctx.grads = None
         return (*scaled, None, None, None, None)
+
+
+def _times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad · factor as `dtype`, in one pass; in its place where it has that precision."""
+    return torch.mul(grad, factor, out=grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype))
 
 
 def _parts(count: int, size: int) -> list[slice]:
@@ -188,10 +193,14 @@ def _record(stats: Tensor, sums: dict[str, Tensor]) -> None:
             stats[STATS.index(name)] += value
 
 
-def _add_product(sum_VH: Tensor, grad_NV: Tensor, hidden_NH: Tensor) -> None:
-    """sum += gradᵀ · hidden in place, with the factors in the precision of `hidden`; the sum is fp32."""
-    if hidden_NH.dtype == sum_VH.dtype:
-        sum_VH.addmm_(grad_NV.t(), hidden_NH)
+def _add_product(sum_VH: Tensor, grad_NV: Tensor, hidden_NH: Tensor, onto: int = 1) -> None:
+    """sum = onto · sum + gradᵀ · hidden in place; the sum is fp32 whatever the precision of both factors."""
+    if grad_NV.dtype == sum_VH.dtype:
+        sum_VH.addmm_(grad_NV.t(), hidden_NH, beta=onto)
+    elif grad_NV.is_cuda:
+        product: Any = {"out_dtype": torch.float32, "beta": onto, "out": sum_VH}
+        torch.addmm(sum_VH, grad_NV.t(), hidden_NH, **product)
+    elif onto:
+        sum_VH += grad_NV.t() @ hidden_NH
     else:
-        low_VN = grad_NV.t().to(hidden_NH.dtype)
-        torch.addmm(sum_VH, low_VN, hidden_NH, out_dtype=torch.float32, out=sum_VH)
+        sum_VH.copy_(grad_NV.t() @ hidden_NH)

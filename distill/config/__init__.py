@@ -79,8 +79,8 @@ class StudentConfig(ModelSource, Placement):
     dtype: Live[Literal["auto", "bfloat16", "float16", "float32"]] = "bfloat16"
     """Precision of the weights in the replicas."""
     engine_args: Live[VllmArgs] = {}
-    """Any argument of vLLM's server: {"tensor-parallel-size" = 2, "enforce-eager" = true}. Logits are fp32
-    unless "hf-overrides" is {head_dtype = "model"} (docs/objectives.md)."""
+    """Any argument of vLLM's server: {"tensor-parallel-size" = 2, "enforce-eager" = true}. On GPUs logits are
+    fp32 unless "hf-overrides" is {head_dtype = "model"} (docs/objectives.md)."""
     mirror_folder: Live[Path | None] = None
     """Folder on each host, on no network file system, for the checkpoints of all that follow the weights: two
     each. None: `mirrors/` in the run's folder."""

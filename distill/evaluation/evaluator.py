@@ -91,12 +91,11 @@ class Evaluator:
         is_exact = "hidden" in info.can and not follows and not isinstance(teacher, TextTeacher)
         want, options = wire.Want(hidden=is_exact), ScoreOptions(hidden=is_exact)
         device = find_device(self._settings.device)
-        student_head = await asyncio.to_thread(OutputHead.of, student.head(), device)
+        student_head = (await asyncio.to_thread(OutputHead.of, student.head(), device)).exact()
         other = student_head
         if is_exact:
-            other = await asyncio.to_thread(
-                OutputHead.of, await until_answered(teacher, teacher.head), device
-            )
+            message = await until_answered(teacher, teacher.head)
+            other = (await asyncio.to_thread(OutputHead.of, message, device)).exact()
 
         def values_of(
             part: list[Item], answers: Sequence[wire.Scored | wire.ScoreRefused], mine: EngineScores

@@ -118,7 +118,7 @@ async def _served(
     """fp32 [T, V] of each sequence, from hidden states and head; None: the teacher gives none."""
     if "hidden" not in (await until_answered(teacher, teacher.first_info)).can:
         return None
-    head, logps = OutputHead.of(await until_answered(teacher, teacher.head), device), []
+    head, logps = OutputHead.of(await until_answered(teacher, teacher.head), device).exact(), []
     for answer, _ in await ask(teacher, sequences, partial(teacher.score, want=Want(hidden=True))):
         if not isinstance(answer, Scored) or answer.hidden is None:
             raise RemoteError(f"teacher {teacher.name} refuses a probe: {answer}"[:500])

@@ -53,7 +53,8 @@ _CPU_DEFAULTS: Final[dict[str, Any]] = {
 }
 _OVERRIDES: Final = "hf-overrides"
 _FP32_LOGITS: Final = {"head_dtype": "float32"}
-"""Of `_OVERRIDES`, unless the user sets it: the trainer's logits are fp32, those of vLLM rounded to bf16."""
+"""Of `_OVERRIDES` on GPUs, unless the user sets it: the trainer's logits are fp32, those of vLLM rounded to
+bf16. On CPUs both are rounded, and vLLM would convert the head at every decode step."""
 _PARALLEL: Final = {"tensor-parallel-size", "pipeline-parallel-size", "distributed-executor-backend"}
 _ENVIRONMENT: Final = {
     "PYTHONSAFEPATH": "1",
@@ -107,7 +108,7 @@ def command(
         **(_CPU_DEFAULTS if cpu else {}),
         **vllm_formats(config.path),
         **user,
-        _OVERRIDES: _overrides(user),
+        _OVERRIDES: _overrides(user, cpu),
         **ours,
     }
     if config.revision is not None:
@@ -155,7 +156,7 @@ def _adapters(rank: int | None) -> dict[str, Any]:
     }
 
 
-def _overrides(user: dict[str, Any]) -> dict[str, Any]:
+def _overrides(user: dict[str, Any], cpu: bool) -> dict[str, Any]:
     """The user's changes of the model's configuration, and ours."""
     overrides = user.get(_OVERRIDES, {})
     if not isinstance(overrides, dict) or any(name.startswith(f"{_OVERRIDES}.") for name in user):
@@ -163,7 +164,7 @@ def _overrides(user: dict[str, Any]) -> dict[str, Any]:
             'student.engine_args: "hf-overrides" must be one table, since head_dtype = "float32" joins it: '
             'write "hf-overrides" = {name = value}'
         )
-    return _FP32_LOGITS | overrides
+    return overrides if cpu else _FP32_LOGITS | overrides
 
 
 def _refuse_reserved(user: dict[str, Any], ours: dict[str, Any], more: dict[str, str]) -> None:

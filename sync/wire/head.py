@@ -1,17 +1,15 @@
 """A model's output head: logits = cap(scale · (hidden · weightᵀ + bias)) / temperature.
 
-Products are of the weight's numbers, and are summed and kept in fp32. GPUs have those of bf16. On CPUs torch
-has none: it multiplies fp32 copies, and oneDNN may take these as bf16 again, which loses nothing of what bf16
-holds and is twice as fast where the CPU has instructions for it.
+Products are of the weight's numbers, summed in fp32. GPUs keep the sums of bf16 numbers as they are. CPUs
+round them to bf16, as they do in every layer of a bf16 model: torch has others, two to four times as slow.
+`exact` is for those who compare models.
 
 Letters in shapes: N tokens, V rows of the vocabulary, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,8 +54,6 @@ class OutputHead:
     weight_VH: Tensor
     bias_V: Tensor | None
     shape: HeadShape
-    exact: bool = False
-    """Whether a float32 weight holds what bfloat16 can."""
 
     @classmethod
     def of(
@@ -71,25 +67,33 @@ class OutputHead:
         return cls(weight_VH, bias_V, shape).placed(device)
 
     def placed(self, device: torch.device) -> OutputHead:
-        """The rows that tokens have, without gradients, where they are applied; on a CPU with a float32
-        weight."""
+        """The rows that tokens have, without gradients, where they are applied."""
         weight_VH = self.weight_VH.detach()[: self.shape.vocab].to(device)
-        exact = self.exact or weight_VH.dtype == torch.bfloat16
-        if not weight_VH.is_cuda:
-            weight_VH = weight_VH.float()  # once, not for every chunk
+        if weight_VH.dtype == torch.float16 and not weight_VH.is_cuda:
+            weight_VH = weight_VH.float()  # CPUs have no products of float16
         bias_V = None if self.bias_V is None else self.bias_V.detach()[: self.shape.vocab].to(device).float()
-        return OutputHead(weight_VH, bias_V, self.shape, exact)
+        return OutputHead(weight_VH, bias_V, self.shape)
+
+    def exact(self) -> OutputHead:
+        """The head whose logits are nowhere rounded to bf16."""
+        return self if self.weight_VH.is_cuda else replace(self, weight_VH=self.weight_VH.float())
 
     def raw(self, hidden_NH: Tensor) -> Tensor:
-        """hidden · weightᵀ + bias as fp32 [N, V]."""
-        raw_NV = project(hidden_NH, self.weight_VH, self.exact)
+        """hidden · weightᵀ + bias [N, V]: fp32, or bf16 where both are and a CPU multiplies."""
+        weight_VH = self.weight_VH
+        if hidden_NH.dtype != weight_VH.dtype or (hidden_NH.dtype == torch.float16 and not hidden_NH.is_cuda):
+            hidden_NH, weight_VH = hidden_NH.float(), weight_VH.float()
+        sums: Any = (
+            {"out_dtype": torch.float32} if hidden_NH.is_cuda and hidden_NH.dtype.itemsize == 2 else {}
+        )
+        raw_NV = torch.mm(hidden_NH, weight_VH.t(), **sums)
         if self.bias_V is not None:
             raw_NV += self.bias_V
         return raw_NV
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """fp32 [N, V], whatever the model's precision."""
-        return self.shape.logits(self.raw(hidden_NH))
+        return self.shape.logits(self.raw(hidden_NH).float())
 
     def message(self, dtype: torch.dtype) -> Head:
         """Wire form; `dtype`: of the model, whose precision the weight keeps."""
@@ -116,29 +120,3 @@ def tensor_of(array: Array) -> Tensor:
     """A copy of an array of the wire, bf16 as such."""
     tensor = torch.tensor(unpack(array))
     return tensor.view(torch.bfloat16) if array.dtype == "bf16" else tensor
-
-
-@contextmanager
-def bf16_products(exact: bool) -> Iterator[None]:
-    """Let oneDNN multiply fp32 matrices in bf16 where that is `exact`: their numbers are bf16's.
-
-    For the whole process: one thread at a time multiplies what is `exact`.
-    """
-    if not exact:
-        yield
-        return
-    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
-
-
-def project(hidden_NH: Tensor, weight_VH: Tensor, exact: bool = False) -> Tensor:
-    """hidden · weightᵀ as fp32 [N, V]. `exact`: an fp32 weight holds what bf16 can."""
-    half = weight_VH.dtype in (torch.bfloat16, torch.float16)
-    if hidden_NH.is_cuda and half and hidden_NH.dtype == weight_VH.dtype:
-        return torch.mm(hidden_NH, weight_VH.t(), out_dtype=torch.float32)
-    with bf16_products(exact and hidden_NH.dtype == torch.bfloat16 and not hidden_NH.is_cuda):
-        return hidden_NH.float() @ weight_VH.float().t()

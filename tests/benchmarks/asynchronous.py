@@ -15,22 +15,27 @@ Beside them stands what a step cannot be faster than: its three computations, ea
 
 Models have the precision of the run's roles, and rows lie as in its trainer. A run whose roles overlap
 perfectly and that computes nothing else takes the longest of them, or their sum over the cores, whichever is
-more. All three see the same lengths: those of the completions that are generated first.
+more. All three get the prompts and the lengths of one of its batches, that which is nearest to the mean.
+Beside them stands what the run's processes took of the processor for a step, by role.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
+import psutil
 import torch
 import typer
 from msgspec.structs import replace
@@ -49,7 +54,9 @@ from distill.launch.preflight import claim_of
 from distill.metrics.results import Run
 from distill.preflight_checks.objective import with_objective
 from distill.prompts.sources import open_prompts
+from distill.prompts.stream import PromptStream
 from distill.record.rollout import Rollout
+from distill.record.store import open_read_only
 from distill.tasks.sort_letters import letter_tokenizer
 from distill.tasks.teaching import Recipe, made_once, new_model, recipe_hash, save_pair
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
@@ -93,7 +100,6 @@ OFFLINE: Final[dict[str, Any]] = {
     "enable_prefix_caching": False,
     "distributed_executor_backend": "uni",
     "logprobs_mode": "processed_logprobs",
-    "hf_overrides": {"head_dtype": "float32"},
     "gpu_memory_utilization": 0.2,
     "kv_cache_memory_bytes": 1 << 30,
 }
@@ -206,18 +212,27 @@ def run(
             make = partial(trial, cache.folder / "trial", (path, overrides), words, steps, size)
             trials[way].append(cache.get({"steps": steps, "settings": [*overrides, *words]}, make))
     path, overrides = source(scale, 0)
-    words = [*overrides, *OVERLAPPED]
-    make = partial(computed, with_objective(api.load_config(path, words)).config, size.rounds)
-    ways = {way: medians(of, ROWS) for way, of in trials.items()}
-    return {"limit": cache.get({"limit": words}, make), "medians": ways, "trials": trials}
+    newest = trials["asynchronous"][0]
+    limit = limit_of(cache, (path, [*overrides, *OVERLAPPED]), size, newest)
+    return {
+        "limit": limit,
+        "medians": {way: medians(of, ROWS) for way, of in trials.items()},
+        "trials": trials,
+    }
 
 
 def trial(
     run_dir: Path, source: tuple[Path, list[str]], settings: Sequence[str], steps: int, scale: Scale
 ) -> Figures:
     """Figures of one run, and its learning curve where there is one."""
-    finished = run_steps(run_dir, source, steps, settings)
-    figures = measure(finished, min(scale.settled, steps // 4))
+    with Processors() as processors:
+        finished = run_steps(run_dir, source, steps, settings)
+    settled = min(scale.settled, steps // 4)
+    lines = step_lines(finished)
+    figures = measure(finished, settled) | {"batch": typical_batch(run_dir, settled)}
+    figures["processor_ms"] = processors.per_step(
+        lines[settled]["time"], lines[-1]["time"], steps - settled - 1
+    )
     if not scale.learns:
         return figures | dict.fromkeys(CURVE)
     config = finished.config
@@ -229,9 +244,94 @@ def table(report: Figures) -> str:
     """The medians side by side, as Markdown; a ratio above 1: the asynchronous way is better."""
     ways, bound = report["medians"], report["limit"]
     old, new = min(list(WAYS)[:2], key=lambda way: ways[way]["step_ms"]), list(WAYS)[2]
-    shares = {f"limit / {way}": bound["limit_ms"] / figures["step_ms"] for way, figures in ways.items()}
-    limits = listing([bound["ms"] | {"limit, ms": bound["limit_ms"]} | shares])
-    return "\n".join([*comparison(old, new, ways, ROWS), "", *limits])
+    return "\n".join([*comparison(old, new, ways, ROWS), "", *limit_table(bound, ways[new]["mean_step_ms"])])
+
+
+def limit_of(cache: TrialCache, source: tuple[Path, list[str]], size: Scale, trial: Figures) -> Figures:
+    """`computed` for a batch of a trial, and what the trial's processes took beside it."""
+    config = with_objective(api.load_config(*source)).config
+    make = partial(computed, config, size.rounds, trial["batch"])
+    return cache.get({"limit": source[1], "batch": trial["batch"]}, make) | {"run": trial["processor_ms"]}
+
+
+def limit_table(limit: Figures, step_ms: float) -> list[str]:
+    """The computations alone, and beside them what the roles took in the run; ms of processor time a step."""
+    alone = {"student": "generate", "teacher": "score", "trainer": "train"}
+    rows = [
+        {
+            "process": role,
+            "alone": limit["ms"].get(alone.get(role.partition("-")[0], "")),
+            "in the run": sum(both),
+            "kernel": both[1],
+        }
+        for role, both in limit["run"].items()
+    ]
+    share = {
+        "limit of a step, ms": limit["limit_ms"],
+        "ours, mean": step_ms,
+        "tokens": limit["completion_tokens"],
+    }
+    return [*listing(rows), "", *listing([share | {"share": limit["limit_ms"] / step_ms}])]
+
+
+class Processors:
+    """Watches, inside `with`, what each role of a run that this process starts takes of the processor."""
+
+    EVERY: Final = 0.5
+    """Seconds between two looks."""
+
+    def __init__(self) -> None:
+        self._looks: list[tuple[float, dict[str, tuple[float, float]]]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def per_step(self, first: float, last: float, steps: int) -> dict[str, list[float]]:
+        """Role → ms a step in user mode and in the kernel, between two times since the epoch."""
+        began, ended = (min(self._looks, key=lambda look: abs(look[0] - at))[1] for at in (first, last))
+        return {
+            role: [1000 * (after - before) / steps for before, after in zip(began[role], times, strict=True)]
+            for role, times in ended.items()
+            if role in began
+        }
+
+    def _watch(self) -> None:
+        while not self._over.wait(self.EVERY):
+            taken = dict[str, tuple[float, float]]()
+            for controller in psutil.Process().children():
+                with suppress(psutil.NoSuchProcess):
+                    taken["controller"] = _times([controller])
+                    for guardian in controller.children():
+                        _, named, rest = " ".join(guardian.cmdline()).partition(" distill.guardian ")
+                        family = guardian.children(recursive=True) if named else [guardian]
+                        taken[rest.split()[0] if named else "others"] = _times(family)
+            self._looks.append((time.time(), taken))
+
+
+def _times(family: Sequence[psutil.Process]) -> tuple[float, float]:
+    """Seconds of these processes in user mode and in the kernel."""
+    times = [process.cpu_times() for process in family]
+    return sum(each.user for each in times), sum(each.system for each in times)
+
+
+def typical_batch(run_dir: Path, settled: int) -> list[tuple[str, int]]:
+    """(prompt's id, tokens of its completion) of the trained batch that is nearest to the mean."""
+    question = """
+        SELECT step, rollout.id, tokens FROM member JOIN rollout ON rollout.id = member.rollout
+        WHERE lineage = 0 AND step > ? ORDER BY step, place"""
+    batches: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    with closing(open_read_only(run_dir / "run.db")) as record:
+        for step, *member in record.execute(question, (settled,)):
+            batches[step].append((member[0], member[1]))
+    totals = {step: sum(tokens for _, tokens in batch) for step, batch in batches.items()}
+    return batches[min(totals, key=lambda step: abs(totals[step] - mean(totals.values())))]
 
 
 def measure(finished: Run, settled: int) -> Figures:
@@ -293,22 +393,27 @@ def reverse_kl(student: TransformersEngine, teacher: TransformersEngine, items: 
     sides: list[Any] = []
     for engine in (student, teacher):
         scores = engine.score(items, ScoreOptions(hidden=True))
-        sides += [OutputHead.of(engine.head(), torch.device("cpu")), torch.from_numpy(scores.hidden_CH)]
+        head = OutputHead.of(engine.head(), torch.device("cpu")).exact()
+        sides += [head, torch.from_numpy(scores.hidden_CH)]
     return float(exact(*sides).mean())
 
 
 # --- the three computations of a step ----------------------------------------------------------------------
 
 
-def computed(config: RunConfig, rounds: int) -> Figures:
-    """ms of processor time per step by computation, and the time of a step of which nothing else is left."""
+def computed(config: RunConfig, rounds: int, batch: Sequence[tuple[str, int]]) -> Figures:
+    """ms of processor time per step by computation, and the time of a step of which nothing else is left.
+    `batch`: as `typical_batch` has it."""
     tokenizer = load_tokenizer(config.student)
-    prompts = [prompt.token_ids for prompt in open_prompts(with_evaluation(config), tokenizer).held_out]
-    batch = [prompts[i % len(prompts)] for i in range(config.rollout.batch)]
-    generated = apart(generate, config, batch * STEPS_AT_ONCE, [tokenizer.eos_token_id], rounds)
+    lengths, prompts = dict(batch), dict[str, list[int]]()
+    stream = PromptStream(open_prompts(config, tokenizer).train, config.run.seed, config.rollout.per_prompt)
+    while lengths.keys() - prompts:
+        prompts |= {prompt.id: prompt.token_ids for prompt in stream.take(len(lengths))}
+    asked = [(prompts[id], count) for id, count in lengths.items()]
+    generated = apart(generate, config, asked * STEPS_AT_ONCE, rounds)
     rollouts = [
         rollout(number, prompt, *answer, student_topk(config.objective))
-        for number, (prompt, answer) in enumerate(zip(batch, generated["completions"], strict=False))
+        for number, ((prompt, _), answer) in enumerate(zip(asked, generated["completions"], strict=False))
     ]
     torch.set_num_threads(1)
     step = Step(config, vocab_size(tokenizer), rollouts)
@@ -322,7 +427,7 @@ def computed(config: RunConfig, rounds: int) -> Figures:
         "ms": costs,
         "cores": cores(),
         "limit_ms": max(*costs.values(), sum(costs.values()) / cores()),
-        "rollouts": len(batch),
+        "rollouts": len(asked),
         "completion_tokens": sum(member.length for member in rollouts),
     }
 
@@ -402,23 +507,18 @@ class Step:
         train_step(self._trainee, batch, self._loss, ALONE)
 
 
-def generate(config: RunConfig, prompts: list[list[int]], stop: list[int], rounds: int) -> Figures:
-    """{"seconds": of all prompts, median, "completions": [(ids, log μ), …]}, of vLLM in this process."""
+def generate(config: RunConfig, prompts: list[tuple[list[int], int]], rounds: int) -> Figures:
+    """{"seconds": of all prompts, median, "completions": [(ids, log μ), …]}, of vLLM in this process.
+    `prompts`: ids, and how many tokens are generated."""
     _, environment = replica_command.command(config.student, config.subscriber("limit"), 0, "127.0.0.1", 0)
     os.environ |= environment
     import vllm
 
     flags = {name.replace("-", "_"): value for name, value in config.student.flags().items()}
     llm = vllm.LLM(config.student.path, **(OFFLINE | {"dtype": config.student.dtype} | flags))
-    rollout = config.rollout
-    params = vllm.SamplingParams(
-        max_tokens=rollout.max_tokens,
-        temperature=rollout.temperature,
-        stop_token_ids=stop,
-        detokenize=False,
-        logprobs=0,
-    )
-    asked, seconds = [{"prompt_token_ids": ids} for ids in prompts], []
+    settings: Any = {"temperature": config.rollout.temperature, "ignore_eos": True, "detokenize": False}
+    params = [vllm.SamplingParams(max_tokens=count, logprobs=0, **settings) for _, count in prompts]
+    asked, seconds = [{"prompt_token_ids": ids} for ids, _ in prompts], list[float]()
     for _ in range(1 + rounds):
         began = time.process_time()
         outputs = llm.generate(asked, params, use_tqdm=False)

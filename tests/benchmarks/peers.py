@@ -5,7 +5,7 @@ Same models, prompts in the same order, batch, steps, optimizer, schedule and ob
 whole vocabulary, temperature 1). Ours is the asynchronous run of `asynchronous`; the others get all cores for
 their one process. Each has the precision that is faster in a few steps before, and is timed behind its first
 steps. TRL lives in an environment of its own inside the folder, made once by pip. At the scale `rewards` its
-`GRPOTrainer` stands beside configs/rewards.toml.
+`GRPOTrainer` stands beside configs/rewards.toml. Else the limit of a step follows (`asynchronous`).
 """
 
 from __future__ import annotations
@@ -109,7 +109,12 @@ def run(
         for side, of in trials.items():
             of.append(trial(side, seed, precision[side], steps or size.steps, size))
     by_side = {side: medians(of, ROWS) for side, of in trials.items()}
-    return {"cores": cores(), "precision": precision, "medians": by_side, "trials": trials}
+    report = {"cores": cores(), "precision": precision, "medians": by_side, "trials": trials}
+    if scale == "rewards":
+        return report
+    path, words = asynchronous.source(scale, 0)
+    words += [*OVERLAPPED, *(word.replace("{}", size.teacher) for word in PRECISIONS[precision["ours"]])]
+    return report | {"limit": asynchronous.limit_of(cache, (path, words), size, trials["ours"][0])}
 
 
 def table(report: Figures) -> str:
@@ -118,6 +123,9 @@ def table(report: Figures) -> str:
     lines = [precision]
     for side in [*report["medians"]][:-1]:
         lines += ["", *comparison(side, "ours", report["medians"], ROWS)]
+    if "limit" in report:
+        ours = report["trials"]["ours"][0]["mean_step_ms"]
+        lines += ["", *asynchronous.limit_table(report["limit"], ours)]
     return "\n".join(lines)
 
 

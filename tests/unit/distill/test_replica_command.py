@@ -54,13 +54,13 @@ def test_the_line_holds_what_correctness_needs_and_what_the_user_adds(cpu):
     ):
         assert line.count(word) == 1
     assert json.loads(line[line.index("--weight-transfer-config") + 1]) == {"backend": "distill"}
-    assert json.loads(line[line.index("--hf-overrides") + 1]) == {"head_dtype": "float32"}
+    assert json.loads(line[line.index("--hf-overrides") + 1]) == ({} if cpu else {"head_dtype": "float32"})
     assert not any(word.startswith("--distributed-executor-backend") for word in line)
 
 
-def test_logits_are_fp32_unless_the_users_overrides_say_otherwise():
+def test_logits_are_fp32_on_gpus_unless_the_users_overrides_say_otherwise(cpu):
     for given, passed in (
-        ({"rope_theta": 1.0}, {"head_dtype": "float32", "rope_theta": 1.0}),
+        ({"rope_theta": 1.0}, {"rope_theta": 1.0} | ({} if cpu else {"head_dtype": "float32"})),
         ({"head_dtype": "model"}, {"head_dtype": "model"}),
     ):
         line, _ = built(engine_args={"hf_overrides": given})

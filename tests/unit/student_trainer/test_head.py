@@ -99,9 +99,9 @@ def test_the_heads_gradient_is_summed_where_it_is() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_sums_products_of_bf16_in_fp32_where_the_gradient_is() -> None:
     torch.manual_seed(0)
-    grad, hidden = torch.randn(64, V), torch.randn(64, H).bfloat16()
+    grad, hidden = torch.randn(64, V).bfloat16(), torch.randn(64, H).bfloat16()
     total = torch.randn(V, H)
-    exact = total.double() + grad.bfloat16().double().t() @ hidden.double()
+    exact = total.double() + grad.double().t() @ hidden.double()
     summed = total.cuda()
     with LargestTensor() as largest:
         _add_product(summed, grad.cuda(), hidden.cuda())
@@ -125,16 +125,21 @@ def test_every_token_is_compared_with_the_teacher_it_was_routed_to_and_summed_th
         assert stats[RHO_MAX + 1 :].tolist() == pytest.approx([*sums, *counts], rel=1e-5)
 
 
-def test_a_bf16_head_sums_in_fp32() -> None:
+def test_a_bf16_head_gives_what_whole_bf16_logits_give_and_sums_its_gradient_in_fp32() -> None:
     hidden, weight, targets, loss = work()
-    rounded = hidden.bfloat16(), weight.bfloat16()
-    (value, _, *half), (wanted, _, *single) = (
-        computed(*(part.to(dtype) for part in rounded), targets, loss, 8)
-        for dtype in (torch.bfloat16, torch.float32)
-    )
-    assert float(value) == pytest.approx(float(wanted), rel=1e-6)
-    for one, other in zip(half, single, strict=True):
-        assert float((one.float() - other).abs().max()) <= 2.0**-8 * float(other.abs().max())
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    leaf = (hidden @ weight.t()).float().requires_grad_()
+    logits = targets.teacher_hidden_NG @ loss.heads[0].weight_VH.t()
+    total = loss.objective(leaf.log_softmax(1), replace(targets, teacher_logp_NV=logits.log_softmax(1)))[0]
+    (grad,) = torch.autograd.grad(total.sum(), leaf)
+    total = total.detach()
+    value, _, *grads = computed(hidden, weight, targets, loss, C)
+    assert float(value) == pytest.approx(float(total.sum()), rel=1e-6)
+    assert torch.equal(grads[0], grad.bfloat16() @ weight)
+    assert torch.equal(grads[1], grad.bfloat16().t() @ hidden)
+    exact = grad.bfloat16().double().t() @ hidden.double()
+    *_, by_token = computed(hidden, weight, targets, loss, 1)
+    assert float((by_token.double() - exact).abs().max()) <= 2.0**-8 * float(exact.abs().max())
 
 
 @pytest.mark.parametrize(

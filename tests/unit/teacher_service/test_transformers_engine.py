@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,7 +169,8 @@ def test_bfloat16_hidden_states_travel_as_their_bits(qwen: Any) -> None:
     items = random_items(5, LENGTHS)
     scores = engine.score(items, ScoreOptions(hidden=True))
     assert scores.hidden_CH.dtype == np.uint16
-    logits = widen(scores.hidden_CH) @ widen(unpack(engine.head().weight)).T
+    hidden, weight = widen(scores.hidden_CH), widen(unpack(engine.head().weight))
+    logits = torch.from_numpy(hidden @ weight.T).bfloat16().float().numpy()
     logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     targets = np.concatenate([item.token_ids_L[item.first :] for item in items])
     close(scores.logprob_C, logp[np.arange(len(targets)), targets], 1e-4)
@@ -332,17 +334,15 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         load_head(TeacherConfig(path=str(tmp_path)), VOCAB, CPU)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_logits_of_bf16_states_are_products_summed_in_fp32_whatever_the_head_is(
-    dtype: torch.dtype,
-) -> None:
+def test_logits_of_bf16_states_are_rounded_as_a_models_own_unless_the_head_is_exact() -> None:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(300, 64).bfloat16(), torch.randn(500, 64).to(dtype)
-    exact = hidden.double() @ weight.double().T
-    logits = OutputHead(weight, None, HeadShape(500)).placed(CPU).logits(hidden)
-    assert logits.dtype == torch.float32
-    assert float((logits - exact).abs().max()) < 1e-4  # bf16 would round these to 0.1
-    assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # type: ignore[attr-defined]
+    hidden, weight = torch.randn(300, 64).bfloat16(), torch.randn(500, 64).bfloat16()
+    head, summed = OutputHead(weight, None, HeadShape(500)).placed(CPU), hidden.double() @ weight.double().T
+    assert torch.equal(head.logits(hidden), torch.nn.functional.linear(hidden, weight).float())
+    for exact in (head.exact(), replace(head, weight_VH=weight.float())):
+        logits = exact.logits(hidden)
+        assert logits.dtype == torch.float32
+        assert float((logits - summed).abs().max()) < 1e-4  # bf16 rounds these to 0.1
 
 
 @pytest.mark.parametrize(("width", "k"), [(37, 37), (37, 1), (519, 64), (520, 64), (4096, 64), (4103, 64)])
