@@ -248,6 +248,8 @@ class Plan:
     record_bytes_a_day: float
     hours: float
     gpus: int
+    threads: dict[str, int]
+    """As `threads_each` has them; empty: the roles compute on GPUs."""
 
     @property
     def longest(self) -> dict[str, float]:
@@ -347,6 +349,7 @@ def plan(
         bytes_per_token(config) * tokens / step * DAY,
         config.run.steps * step / 3600,
         0 if device.name == CPU else gpus(config, uses),
+        threads_each(stages, roles, len(os.sched_getaffinity(0))) if device.name == CPU else {},
     )
 
 
@@ -377,6 +380,18 @@ def step_seconds(config: RunConfig, stages: Sequence[Stage], roles: Mapping[str,
         for place, share in roles[stage.role].load.items():
             busy[place] += share * stage.seconds
     return max(*(stage.seconds for stage in stages), *busy.values())
+
+
+def threads_each(stages: Sequence[Stage], roles: Mapping[str, Role], cores: int) -> dict[str, int]:
+    """Role → threads of each of its processes, one at least, with which the slowest stage is as fast as so
+    many cores allow, if a stage takes as much of the processor whatever its threads."""
+    work = {stage.role: stage.seconds * stage.devices / roles[stage.role].processes for stage in stages}
+    threads = dict.fromkeys(work, 1)
+    spare = cores - sum(roles[role].processes for role in work)
+    while spare >= roles[slowest := max(work, key=lambda role: work[role] / threads[role])].processes:
+        threads[slowest] += 1
+        spare -= roles[slowest].processes
+    return threads
 
 
 def _ahead(config: RunConfig) -> float:

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from distill.planning import estimate
-from distill.planning.estimate import Calibration, Plan, Stage, find_roles, step_seconds
+from distill.planning.estimate import REPLICAS, Calibration, Plan, Stage, find_roles, step_seconds
 from distill.planning.hardware import CPU, DEVICES, Device, core, device_named, of_names
 from distill.planning.measured import Measured, calibrate, check_student_generates, measure
 from distill.preflight_checks.devices import Use, check_devices, gpu_names, gpus, uses, visible
 from distill.preflight_checks.machine import GIB
 from distill.preflight_checks.objective import with_objective
 from distill.preflight_checks.placement import placed
-from distill.topology import Process
+from distill.topology import TRAINER, Process
 from sync.base.errors import ConfigError
 
 SLOWER = 2.0
@@ -56,7 +56,7 @@ class Forecast(NamedTuple):
         return {
             **asdict(self.plan),
             "bottleneck": self.plan.slowest[0].role,
-            "advice": split(self.plan),
+            "advice": threads(self.plan) or split(self.plan),
             "machines": [*self.machines],
             "memory": [{"process": use.process, **asdict(use)} for use in self.memory],
             "measured": run._asdict() | {"lengths": asdict(run.lengths)} if run else None,
@@ -173,7 +173,7 @@ def table(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> It
             f"scoring and training, {device.bandwidth_share:.2g} of {device.bandwidth / 1e12:.4g} TB/s in "
             "decoding, stages that overlap fully; --measured RUN_DIR replaces these by what a run reached."
         )
-    if sentence := split(plan):
+    if sentence := threads(plan) or split(plan):
         yield sentence
     if sentence := precision(device):
         yield sentence
@@ -192,22 +192,31 @@ def precision(device: Device) -> str:
 
 
 def split(plan: Plan) -> str:
-    """One sentence: which role should get more devices; "": no stage is twice as slow as the next."""
+    """One sentence: which role should get more GPUs; "": no stage is twice as slow as the next."""
     slow, following, *_ = plan.slowest
     if slow.seconds <= SLOWER * following.seconds:
         return ""
-    unit = "threads" if plan.device == CPU else "GPUs"
     ratio = (
         f"Stage {slow.kind} takes {slow.seconds / following.seconds:.1f} times as long as {following.kind}"
     )
     givers = [stage for stage in reversed(plan.slowest[1:]) if stage.devices > 1]
     if not givers:
-        return f"{ratio}: give {slow.role} more {unit}; no other role has one to spare."
+        return f"{ratio}: give {slow.role} more GPUs; no other role has one to spare."
     giver = givers[0]
     return (
-        f"{ratio}: give {slow.role} more {unit}, first from {giver.role} ({giver.devices:g} {unit}, busy "
+        f"{ratio}: give {slow.role} more GPUs, first from {giver.role} ({giver.devices:g} GPUs, busy "
         f"{giver.seconds / plan.step_seconds:.0%} of a step)."
     )
+
+
+def threads(plan: Plan) -> str:
+    """One sentence: the threads with which the slowest stage is fastest, as settings; "": it runs on GPUs."""
+    keys = {REPLICAS: "student.env.OMP_NUM_THREADS", TRAINER: "trainer.threads"}
+    words = []
+    for role, count in plan.threads.items():
+        key = keys.get(role) or f"teachers.{role.removeprefix('teacher ')}.threads"
+        words.append(f"--set '{key}=\"{count}\"'" if role == REPLICAS else f"--set {key}={count}")
+    return f"Threads with which the slowest stage is fastest here: {' '.join(words)}" if words else ""
 
 
 def comparison(run: Measured, planned: Plan) -> Iterator[str]:

@@ -255,6 +255,24 @@ def test_a_split_is_suggested_from_twice_the_next_stage_on(model: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("cores", "replicas", "threads"),
+    [(2, 1, (1, 1, 1)), (8, 1, (2, 1, 5)), (9, 1, (2, 1, 6)), (8, 3, (1, 1, 4)), (16, 3, (2, 2, 8))],
+)
+def test_threads_of_cores_go_to_the_slowest_stage(
+    model: str, cores: int, replicas: int, threads: tuple[int, ...]
+) -> None:
+    work = {"replicas": 3.0, "teacher t": 1.0, "trainer": 8.0}  # of one thread, all processes together
+    counts = {"replicas": replicas, "teacher t": 1, "trainer": 1}
+    roles = {name: estimate.Role(name, count, 2, {}) for name, count in counts.items()}
+    stages = [estimate.Stage(name, "kind", 0.0, seconds / 2, 2) for name, seconds in work.items()]
+    each = estimate.threads_each(stages, roles, cores)
+    assert each == dict(zip(work, threads, strict=True))
+    found = replace(planned(on_gpus(model)), threads=each)
+    words = "--set 'student.env.OMP_NUM_THREADS=\"{}\"' --set teachers.t.threads={} --set trainer.threads={}"
+    assert forecast.threads(found).endswith(words.format(*threads))
+
+
+@pytest.mark.parametrize(
     ("single", "words"),
     [(20.0, "of 16 bits 2.0 times"), (80.0, "of 32 bits 2.0 times"), (45.0, ""), (None, "")],
 )
