@@ -325,7 +325,7 @@ def typical_batch(run_dir: Path, settled: int) -> list[tuple[str, int]]:
     """(prompt's id, tokens of its completion) of the trained batch that is nearest to the mean."""
     question = """
         SELECT step, rollout.id, tokens FROM member JOIN rollout ON rollout.id = member.rollout
-        WHERE lineage = 0 AND step > ? ORDER BY step, place"""
+        WHERE lineage = 0 AND step > ? ORDER BY step, member.place"""
     batches: dict[int, list[tuple[str, int]]] = defaultdict(list)
     with closing(open_read_only(run_dir / "run.db")) as record:
         for step, *member in record.execute(question, (settled,)):
