@@ -1,12 +1,11 @@
 """Measurements of the whole product; `python -m tests.benchmarks.NAME --help` says what each takes.
 
-    algorithms     distillation, SFT and rewards alone on a task, with a real model
     asynchronous   the quickstart one stage after the other, all at once, and the least that a step can take
     chaos          faults of every kind in a real run at random moments, and the audit
     controller     what a controller spends on a token, under load and over a long run
     device         every path of a run on this machine's GPU (`make gpu-check`), or CPU
     head           the loss over a large vocabulary, in chunks, against whole logits
-    peers          TRL's DistillationTrainer and GRPOTrainer against us
+    peers          TRL's DistillationTrainer and GRPOTrainer, and a plain loop, against us
     sync           bytes, speed and pauses of a weight sync, through every store
     teacher        scored tokens per second of the teacher service
 

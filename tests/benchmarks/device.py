@@ -11,26 +11,15 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Final
-
-import typer
+from typing import Final
 
 from distill import quickstart
 from distill.preflight_checks.devices import gpu_names, gpus, visible
 from sync.base.errors import DistillError
-from tests.benchmarks.figures import (
-    Figures,
-    Folder,
-    Steps,
-    TrialCache,
-    chosen,
-    command,
-    listing,
-    run_steps,
-    step_lines,
-)
+from tests.benchmarks.figures import Figures, Folder, TrialCache, command, listing, run_steps, step_lines
 
 CPU: Final = "CPU"
+STEPS: Final = 24
 COMMON: Final = (
     *("trainer.ranks=1", "evaluation.every=0", "evaluation.prompts=256"),
     *("tracking.wandb=disabled", "tracking.samples_every=0"),
@@ -59,26 +48,18 @@ PATHS: Final[dict[str, tuple[str, ...]]] = {
 """What is tried → overrides of the quickstart."""
 
 
-def run(
-    folder: Folder = Path("runs/bench-device"),
-    only: Annotated[str, typer.Option(help="Paths, such as LoRA,broadcast; left out: all.")] = "",
-    steps: Steps = 24,
-) -> Figures:
-    """Try every path of a run on this machine's device, and print a line for each; exit 1 when one failed.
-
-    What is kept is not tried again, what failed is.
-    """
-    cache, names = TrialCache(folder), chosen("--only", only, PATHS)
+def run(folder: Folder = Path("runs/bench-device")) -> Figures:
+    """Try every path of a run on this machine's device, and print a line for each; exit 1 when one failed."""
+    cache, rows = TrialCache(folder), dict[str, Figures]()
     device = ", ".join(sorted(gpu_names())) if visible(gpus()) else CPU
-    rows: dict[str, Figures] = {}
-    for name in names:
-        settings = (*COMMON, *(ON_GPU if device != CPU else ()), *PATHS[name])
+    for name, own in PATHS.items():
+        settings = (*COMMON, *(ON_GPU if device != CPU else ()), *own)
         try:
-            make = partial(trial, cache.folder / "trial", steps, settings)
-            rows[name] = cache.get({"device": device, "steps": steps, "settings": settings}, make)
+            make = partial(trial, cache.folder / "trial", settings)
+            rows[name] = cache.get({"device": device, "steps": STEPS, "settings": settings}, make)
         except DistillError as error:
             rows[name] = {"error": str(error)}
-    return {"device": device, "steps": steps, "paths": rows}
+    return {"device": device, "steps": STEPS, "paths": rows}
 
 
 def problem(report: Figures) -> str:
@@ -86,10 +67,10 @@ def problem(report: Figures) -> str:
     return f"{len(failed)} paths failed: {', '.join(failed)}" if failed else ""
 
 
-def trial(run_dir: Path, steps: int, settings: Sequence[str]) -> Figures:
+def trial(run_dir: Path, settings: Sequence[str]) -> Figures:
     """One line of the table; None: the run has no such figure."""
     began = time.monotonic()
-    finished = run_steps(run_dir, quickstart.source(0), steps, settings)
+    finished, _ = run_steps(run_dir, quickstart.source(0), STEPS, settings)
     summary, lines = finished.summary, step_lines(finished)
     before, after = (summary.get(name) for name in ("before", "after"))
     return {
@@ -104,12 +85,11 @@ def trial(run_dir: Path, steps: int, settings: Sequence[str]) -> Figures:
 
 
 def table(report: Figures) -> str:
-    """The paths as Markdown, and the first lines of what failed."""
     paths = report["paths"].items()
     rows = [{"path": name} | row for name, row in paths if "error" not in row]
     failed = [f"{name} failed: {row['error']}" for name, row in paths if "error" in row]
     title = f"{report['device']}; {report['steps']} steps of the quickstart each, one trainer rank"
-    return "\n".join([title, "", *(listing(rows) if rows else []), *failed])
+    return "\n".join([title, "", *listing(rows), *failed])
 
 
 if __name__ == "__main__":

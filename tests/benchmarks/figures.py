@@ -7,48 +7,39 @@ import hashlib
 import inspect
 import json
 import logging
-import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import typer
+from kill_target import processor_seconds
+from whole_run import DISTILL, over
 
 from distill.cli.options import JsonFile, guarded, write_figures
 from distill.metrics.results import Run, read_run
-from sync.base.errors import ConfigError, DistillError
+from sync.base.errors import DistillError
 from sync.base.jsonl import JsonLines, read_lines
 from tests.benchmarks import ROOT
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 Figures = dict[str, Any]
 """What a trial measured, or a report: JSON values by name."""
 START_SECONDS: Final = 300.0
 Folder = Annotated[Path, typer.Option(help="Where runs and finished trials lie.", file_okay=False)]
 Seeds = Annotated[int, typer.Option(min=1, help="Trials of each kind; medians are taken.")]
-Steps = Annotated[int, typer.Option(min=8, help="Optimizer steps of a trial.")]
 
 
-def command(
-    run: Callable[..., Figures],
-    table: Callable[[Figures], str],
-    problem: Callable[[Figures], str] = lambda figures: "",
-) -> None:
-    """Run a benchmark with the options that its parameters are; print its table, write its figures.
-
-    `problem`: what is wrong with the figures, for which the command exits with 1; empty: nothing.
-    """
+def command(*parts: Callable[..., Any]) -> None:
+    """Run a benchmark; its parts are the arguments of `with_json`."""
     logging.basicConfig(format="%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
-    sys.exit(guarded(lambda: typer.run(with_json(run, table, problem))))
+    sys.exit(guarded(lambda: typer.run(with_json(*parts))))
 
 
 def with_json(
@@ -56,7 +47,8 @@ def with_json(
     table: Callable[[Figures], str],
     problem: Callable[[Figures], str] = lambda figures: "",
 ) -> Callable[..., None]:
-    """The command of a benchmark: its own options, and `--json`."""
+    """The command of a benchmark, with `--json` beside its own options: it prints a table of what `run`
+    returns, and exits with 1 for what `problem` says of it; empty: nothing."""
 
     @functools.wraps(run)
     def measured(json_file: Path | None, **options: Any) -> None:
@@ -71,23 +63,6 @@ def with_json(
     measured.__signature__ = signature.replace(parameters=[*signature.parameters.values(), extra])
     measured.__annotations__ = run.__annotations__ | {"json_file": JsonFile}
     return measured
-
-
-def chosen(option: str, text: str, names: Collection[str]) -> list[str]:
-    """The names in a list with commas; an empty list: all of them. Raises ConfigError for others."""
-    asked = [name.strip() for name in text.split(",")] if text else list(names)
-    if unknown := [name for name in asked if name not in names]:
-        raise ConfigError(f"{option} has {', '.join(map(repr, unknown))}: choose of {','.join(names)}")
-    return asked
-
-
-def apart(work: Callable[..., T], *of: object) -> T:
-    """What `work` returns in a new process, which gives its memory back."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(work, *of).result()
-
-
-# --- trials -----------------------------------------------------------------------------------------------
 
 
 def interleaved(
@@ -106,8 +81,8 @@ def interleaved(
 class TrialCache:
     """Finished trials in a JSONL file: {"key": …, "settings": {…}, "result": {…}}, one line each.
 
-    The key digests the settings and the packages' sources: after a change of either, a trial runs again. A
-    last line that a crash tore counts as not there. Raises DataError for a file that was altered.
+    The key digests the settings and the packages' sources: after a change of either, a trial runs again.
+    Raises DataError for a file that was altered.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -122,9 +97,8 @@ class TrialCache:
         if key not in self._results:
             log.info("trial: %.200s", settings)
             line = {"key": key, "settings": settings, "result": run()}
-            lines = JsonLines(self._path)
-            lines.write(line)
-            lines.close()
+            with closing(JsonLines(self._path)) as lines:
+                lines.write(line)
             self._results[key] = json.loads(json.dumps(line["result"]))
         return self._results[key]
 
@@ -136,9 +110,11 @@ def _sources() -> str:
     return "\0".join(path.read_text() for name in packages for path in sorted((ROOT / name).rglob("*.py")))
 
 
-def run_steps(run_dir: Path, source: tuple[Path, list[str]], steps: int, settings: Sequence[str]) -> Run:
+def run_steps(
+    run_dir: Path, source: tuple[Path, list[str]], steps: int, settings: Sequence[str]
+) -> tuple[Run, list[tuple[float, Figures]]]:
     """Run a file with overrides in a process of its own, in `run_dir`; an older run there is renamed. What
-    it left.
+    it left, and `processor_seconds` at many times.
 
     Raises DistillError with the end of its output when it fails.
     """
@@ -146,19 +122,18 @@ def run_steps(run_dir: Path, source: tuple[Path, list[str]], steps: int, setting
         run_dir.rename(run_dir.with_name(f"{run_dir.name}-{time.time_ns()}"))
     path, overrides = source
     words = [*overrides, f"run.folder={run_dir.parent}", f"run.name={run_dir.name}", f"run.steps={steps}"]
-    line = command_line(path, [*words, *settings])
-    done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode != 0:
-        raise DistillError(f"{' '.join(line[4:])} ended with {done.returncode}:\n{done.stdout[-2000:]}")
-    return read_run(run_dir)
-
-
-def command_line(
-    path: Path, settings: Sequence[str], program: Sequence[str] = ("-m", "distill.cli.main", "run")
-) -> list[str]:
-    """Runs a file with overrides by a `program`."""
-    sets = [word for setting in settings for word in ("--set", setting)]
-    return [sys.executable, "-P", *program, str(path), *sets]
+    line, looks = [*DISTILL, "run", str(path), *over(*words, *settings)], list[tuple[float, Figures]]()
+    with run_dir.with_suffix(".log").open("w+") as output:
+        process = subprocess.Popen(line, stdout=output, stderr=output)
+        while process.poll() is None:
+            looks.append((time.time(), processor_seconds(process.pid)))
+            time.sleep(0.5)
+        output.seek(0)
+        if process.returncode != 0:
+            raise DistillError(
+                f"{' '.join(line[4:])} ended with {process.returncode}:\n{output.read()[-2000:]}"
+            )
+    return read_run(run_dir), looks
 
 
 def step_lines(run: Run) -> list[dict[str, Any]]:
@@ -166,22 +141,14 @@ def step_lines(run: Run) -> list[dict[str, Any]]:
     return [line for line in run.metrics if "train/loss" in line]
 
 
-def median_gap_ms(lines: Sequence[Mapping[str, float]]) -> float:
-    """Between two steps."""
-    return 1000 * median(after["time"] - before["time"] for before, after in pairwise(lines))
-
-
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-# --- summaries --------------------------------------------------------------------------------------------
-
-
 def medians(trials: Sequence[Figures], names: Iterable[str]) -> Figures:
     """Of every figure over the trials; None where a trial has none."""
-    values = {name: [trial[name] for trial in trials] for name in names}
+    values = {name: [trial.get(name) for trial in trials] for name in names}
     return {name: None if None in figures else median(figures) for name, figures in values.items()}
 
 
@@ -192,18 +159,19 @@ def comparison(
 
     `rows`: key → (title, +1: more is better, -1: less; 0: no ratio is printed).
     """
-    lines = []
+    lines = list[Figures]()
     for key, (title, better) in rows.items():
-        pair = [variants[name].get(key) for name in (old, new)]
-        if pair != [None, None]:
-            ratio = f"{(pair[1] / pair[0]) ** better:.2f}" if better and all(pair) else ""
-            lines.append([title, *map(cell, pair), ratio])
-    return markdown(["", old, new, "ratio"], lines)
+        before, after = (variants[name].get(key) for name in (old, new))
+        if (before, after) != (None, None):
+            ratio = f"{(after / before) ** better:.2f}" if better and before and after else ""
+            lines.append({"": title, old: before, new: after, "ratio": ratio})
+    return listing(lines)
 
 
 def listing(rows: Sequence[Figures]) -> list[str]:
-    """A table whose head are the keys of the rows."""
-    return markdown([*rows[0]], [[*map(cell, row.values())] for row in rows])
+    """A table as lines of Markdown, whose head are the keys of the rows; without rows no lines."""
+    cells = [[*rows[0]], ["---"] * len(rows[0]), *(map(cell, row.values()) for row in rows)] if rows else []
+    return [f"| {' | '.join(line)} |" for line in cells]
 
 
 def cell(value: Any) -> str:
@@ -213,8 +181,3 @@ def cell(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return "–" if value is None else str(value)
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table."""
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]

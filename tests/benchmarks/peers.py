@@ -1,5 +1,4 @@
-"""The same distillation by TRL's `DistillationTrainer`, by a plain loop of vLLM, transformers and PyTorch,
-and by us, one after the other on the same cores.
+"""The same distillation by TRL, by a plain loop of vLLM and PyTorch, and by us, in turns on the same cores.
 
 Same models, prompts in the same order, batch, steps, optimizer, schedule and objective (reverse KL over the
 whole vocabulary, temperature 1). Ours is the asynchronous run of `asynchronous`; the others get all cores for
@@ -11,10 +10,10 @@ steps. TRL lives in an environment of its own inside the folder, made once by pi
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -29,182 +28,128 @@ from distill.prompts.stream import PromptStream
 from sync.base.errors import DistillError
 from sync.base.jsonl import read_lines
 from sync.base.tokenizers import load_tokenizer
-from tests.benchmarks import ROOT, asynchronous
-from tests.benchmarks.asynchronous import OVERLAPPED, SCALES, Scale, TrialSteps
-from tests.benchmarks.figures import (
-    Figures,
-    Folder,
-    Seeds,
-    TrialCache,
-    command,
-    comparison,
-    cores,
-    median_gap_ms,
-    medians,
-)
+from tests.benchmarks import asynchronous, figures
+from tests.benchmarks.asynchronous import CURVE, EVERY, OVERLAPPED, SCALES, Scale
+from tests.benchmarks.figures import Figures, TrialCache, cores
 
-log = logging.getLogger(__name__)
-SCRIPTS: Final = {"TRL": "trl_peer.py", "loop": "stock_loop.py"}
 REQUIREMENTS: Final = (
     *("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"),
     *(f"{name}=={metadata.version(name)}" for name in ("torch", "transformers")),
 )
 """Of TRL's environment, with our own torch and transformers."""
-PRECISIONS: Final = {
-    "bf16": (),
-    "fp32": (
-        *("student.dtype=float32", "teachers.{}.dtype=float32"),
-        'trainer.overrides={"bf16.enabled"=false}',
-    ),
-}
-"""Our settings for each; TRL has a flag. The toy's teacher is fp32 in both."""
-REWARDS: Final = Scale(24, 4, False, probe_steps=4, teacher="")
-"""Rewards alone, 135 M parameters."""
 PeerScale = Annotated[
     Literal["toy", "large", "real", "rewards"],
     typer.Option(help="Models as in `asynchronous`, or rewards alone at 135 M parameters."),
 ]
-Against = Annotated[
-    Literal["TRL", "loop", "both"], typer.Option(help="What ours is compared with; `loop` has no rewards.")
-]
-ROWS: Final = {
-    name: asynchronous.ROWS[name] for name in ("step_ms", "trained_per_second", *asynchronous.CURVE)
-}
+Against = Annotated[Literal["TRL", "loop", "both"], typer.Option(help="Rewards alone: always TRL.")]
+ROWS: Final = {name: asynchronous.ROWS[name] for name in ("step_ms", "trained_per_second", *CURVE)}
 
 
 def run(
-    folder: Folder = Path("runs/bench-peers"),
+    folder: figures.Folder = Path("runs/bench-peers"),
     scale: PeerScale = "toy",
-    seeds: Seeds = 2,
-    steps: TrialSteps = 0,
+    seeds: figures.Seeds = 2,
     against: Against = "both",
 ) -> Figures:
     """Run the same distillation in TRL, in a plain loop and here; compare speed and what was learned."""
-    cache, size = TrialCache(folder), REWARDS if scale == "rewards" else SCALES[scale]
-    sides = ["TRL"] if scale == "rewards" else [side for side in SCRIPTS if against in (side, "both")]
-    pythons = {"loop": Path(sys.executable)}
-    if "TRL" in sides:
-        pythons["TRL"] = environment(cache.folder / "trl")
+    cache, size = TrialCache(folder), SCALES[scale]
+    sides = ["TRL"] if scale == "rewards" else [side for side in ("TRL", "loop") if against in (side, "both")]
+    pythons = {"TRL": environment(cache.folder / "trl") if "TRL" in sides else "", "loop": sys.executable}
 
-    def trial(side: str, seed: int, precision: str, steps: int, size: Scale) -> Figures:
-        path, overrides = source = rewards(seed) if scale == "rewards" else asynchronous.source(scale, seed)
-        settings = [setting for setting in PRECISIONS[precision] if size.teacher or "{}" not in setting]
-        words = [*OVERLAPPED, *(setting.replace("{}", size.teacher) for setting in settings)]
-        config = load(path, [*overrides, *words])
-        task = job(config, steps, precision, size.learns)
+    def trial(side: str, seed: int, precision: str, size: Scale) -> Figures:
+        path, overrides = source = asynchronous.source(scale, seed)
+        words = settings(size, precision)
         if side == "ours":
-            make = partial(asynchronous.trial, cache.folder / "ours", source, words, steps, size)
-        else:
-            program = [str(pythons[side]), "-P", str(Path(__file__).with_name(SCRIPTS[side]))]
-            make = partial(theirs, program, cache.folder / "theirs", task, config, size)
-        return cache.get({"side": side, "requirements": REQUIREMENTS, "job": task, "settings": words}, make)
+            name = f"ours-{scale}-{seed}-{precision}-{size.steps}"
+            return asynchronous.trial(cache, name, source, words, size)
+        config = load(path, [*overrides, *words])
+        task = job(config, size, precision == "bf16")
+        program = [pythons[side], "-P", str(Path(__file__).with_name("peer_loops.py")), side]
+        make = partial(theirs, program, cache.folder / "theirs", task, config, size)
+        return cache.get({"side": side, "requirements": REQUIREMENTS, "job": task}, make)
 
-    trials: dict[str, list[Figures]] = {}
-    precision: dict[str, str] = {}
+    trials, precision = dict[str, list[Figures]](), dict[str, str]()
     for side in (*sides, "ours"):
-        untaught = size._replace(learns=False)
-        ms = {name: trial(side, 0, name, size.probe_steps, untaught)["step_ms"] for name in PRECISIONS}
+        probe = size._replace(learns=False, steps=size.probe_steps)
+        ms = {name: trial(side, 0, name, probe)["step_ms"] for name in ("bf16", "fp32")}
         precision[side], trials[side] = min(ms, key=ms.__getitem__), []
     for seed in range(seeds):
         for side, of in trials.items():
-            of.append(trial(side, seed, precision[side], steps or size.steps, size))
-    by_side = {side: medians(of, ROWS) for side, of in trials.items()}
+            of.append(trial(side, seed, precision[side], size))
+    by_side = {side: figures.medians(of, ROWS) for side, of in trials.items()}
     report = {"cores": cores(), "precision": precision, "medians": by_side, "trials": trials}
-    if scale == "rewards":
-        return report
-    path, words = asynchronous.source(scale, 0)
-    words += [*OVERLAPPED, *(word.replace("{}", size.teacher) for word in PRECISIONS[precision["ours"]])]
-    return report | {"limit": asynchronous.limit_of(cache, (path, words), size, trials["ours"][0])}
+    if scale != "rewards":
+        report["limit"] = asynchronous.limit(cache, trials["ours"][0], size)
+    return report
+
+
+def settings(size: Scale, precision: str) -> list[str]:
+    """Of our run in a precision; TRL and the loop have a flag. The toy's teacher is fp32 in both."""
+    fp32 = ["student.dtype=float32", 'trainer.overrides={"bf16.enabled"=false}']
+    fp32 += [f"teachers.{size.teacher}.dtype=float32"] if size.teacher else []
+    return [*OVERLAPPED, *(fp32 if precision == "fp32" else ())]
 
 
 def table(report: Figures) -> str:
     """The medians side by side, as Markdown; a ratio above 1: ours is better."""
-    precision = ", ".join(f"{side} in {name}" for side, name in report["precision"].items())
-    lines = [precision]
+    lines = [", ".join(f"{side} in {name}" for side, name in report["precision"].items())]
     for side in [*report["medians"]][:-1]:
-        lines += ["", *comparison(side, "ours", report["medians"], ROWS)]
+        lines += ["", *figures.comparison(side, "ours", report["medians"], ROWS)]
     if "limit" in report:
-        ours = report["trials"]["ours"][0]["mean_step_ms"]
-        lines += ["", *asynchronous.limit_table(report["limit"], ours)]
+        lines += ["", *asynchronous.limit_table(report["limit"], report["trials"]["ours"][0])]
     return "\n".join(lines)
 
 
-def rewards(seed: int) -> tuple[Path, list[str]]:
-    """configs/rewards.toml with the model that `make real` makes."""
-    model, deepspeed = asynchronous.REAL / "teacher", ROOT / "configs/deepspeed/zero3_cpu.json"
-    words = [f"student.path={model}", f"prompts.options.tokenizer={model}", f"trainer.deepspeed={deepspeed}"]
-    return ROOT / "configs/rewards.toml", [f"run.seed={seed}", *words]
-
-
-# --- TRL --------------------------------------------------------------------------------------------------
-
-
-def environment(folder: Path) -> Path:
+def environment(folder: Path) -> str:
     """The Python of an environment with TRL, made by pip as it is configured here unless it is there."""
-    python, stamp = folder / "bin" / "python", folder / "installed.json"
-    if stamp.is_file() and json.loads(stamp.read_text()) == list(REQUIREMENTS):
-        return python
-    log.info("installing %s", ", ".join(REQUIREMENTS))
-    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *REQUIREMENTS]
-    for words in ([sys.executable, "-m", "venv", "--clear", str(folder)], install):
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            why = done.stderr[-2000:]
-            raise DistillError(
-                f"{' '.join(words[:5])} … failed, and without TRL there is nothing to compare:\n{why}"
-            )
-    stamp.write_text(json.dumps(REQUIREMENTS))
+    python, stamp = str(folder / "bin" / "python"), folder / "installed.json"
+    if not stamp.is_file() or json.loads(stamp.read_text()) != list(REQUIREMENTS):
+        finish([sys.executable, "-m", "venv", "--clear", str(folder)])
+        finish([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *REQUIREMENTS])
+        stamp.write_text(json.dumps(REQUIREMENTS))
     return python
 
 
-def job(config: RunConfig, steps: int, precision: str, learns: bool) -> Figures:
-    """The job of `trl_peer`: models, prompts in our order, and our optimizer's numbers."""
-    teacher = next(iter(config.teachers.values()), None)
-    tokenizer, asked = load_tokenizer(config.student), config.rollout.batch // config.rollout.per_prompt
-    prompts = PromptStream(open_prompts(config, tokenizer).train, config.run.seed).take(steps * asked)
-    task = config.objective.task
+def finish(words: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    """Run a command. Raises DistillError with its errors when it fails."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
+    if done.returncode != 0:
+        raise DistillError(f"{' '.join(words[:5])} … failed:\n{done.stderr[-2000:]}")
+
+
+def job(config: RunConfig, size: Scale, bf16: bool) -> Figures:
+    """The job of `peer_loops`: models, prompts in our order, and our optimizer's numbers."""
+    teacher, task = next(iter(config.teachers.values()), None), config.objective.task
+    steps, rollout, tokenizer = size.steps, config.rollout, load_tokenizer(config.student)
+    stream = PromptStream(open_prompts(config, tokenizer).train, config.run.seed)
+    prompts = stream.take(steps * rollout.batch // rollout.per_prompt)
     return {
         "student": config.student.path,
         "teacher": teacher and teacher.path,
-        "answers": [(prompt.answer or "").rpartition(" ")[2] for prompt in prompts],
-        "per_prompt": config.rollout.per_prompt,
-        "clip": task and task.clip,
         "prompts": [tokenizer.decode(prompt.token_ids) for prompt in prompts],
         "first_prompt": prompts[0].token_ids,
-        "threads": cores(),
+        "answers": [(prompt.answer or "").rpartition(" ")[2] for prompt in prompts],
+        "clip": task and task.clip,
+        **{name: getattr(rollout, name) for name in ("batch", "per_prompt", "max_tokens")},
+        **{name: getattr(config.trainer, name) for name in ("lr", "warmup_steps")},
         "seed": config.run.seed,
         "steps": steps,
-        "batch": config.rollout.batch,
-        "max_tokens": config.rollout.max_tokens,
-        "rate": config.trainer.lr,
-        "warmup": config.trainer.warmup_steps,
-        "bf16": precision == "bf16",
-        "save_at": [*range(asynchronous.EVERY, steps, asynchronous.EVERY), steps] if learns else [],
+        "threads": cores(),
+        "bf16": bf16,
+        "save_at": [*range(EVERY, steps, EVERY), steps] if size.learns else [],
     }
 
 
 def theirs(program: list[str], output: Path, task: Figures, config: RunConfig, size: Scale) -> Figures:
-    """Figures of a script's run in `output`, and its learning curve where there is one.
-
-    Raises DistillError with its errors when it fails.
-    """
+    """Figures of a loop's run in `output`, and its learning curve where there is one."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "job.json").write_text(json.dumps({**task, "output": str(output)}))
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_WAIT_POLICY")}
     env |= {"OMP_NUM_THREADS": str(task["threads"]), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    words = [*program, str(output / "job.json")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
+    finish([*program, str(output / "job.json")], env)
     lines = read_lines(output / "steps.jsonl")
-    if done.returncode != 0 or len(lines) != task["steps"]:
-        how = f"{program[-1]} ended after {len(lines)} of {task['steps']} steps"
-        raise DistillError(f"{how}:\n{done.stderr[-2000:]}")
-    timed = lines[min(size.settled, len(lines) // 4) :]
-    tokens = timed[-1]["generated"] - timed[0]["generated"]
-    pace = tokens / (timed[-1]["time"] - timed[0]["time"])
-    learned = asynchronous.curve(config, lambda step: output / f"step-{step}", lines) if size.learns else None
-    speed = {"step_ms": median_gap_ms(timed), "trained_per_second": pace}
-    return speed | (learned or dict.fromkeys(asynchronous.CURVE))
+    return asynchronous.measured(lines, size, config, lambda step: output / f"step-{step}")
 
 
 if __name__ == "__main__":
-    command(run, table)
+    figures.command(run, table)

@@ -15,10 +15,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 from faults import FAULTS, fill, free
 
@@ -329,6 +331,20 @@ def helper_processes(launcher: int) -> dict[str, list[psutil.Process]]:
         elif role is not None:
             found[ENGINE_OF + role] = [process for process in below if _is_engine(process)]
     return {name: processes for name, processes in found.items() if processes}
+
+
+def processor_seconds(launcher: int) -> dict[str, np.ndarray]:
+    """Role → seconds in user mode and in the kernel, [2], of all its processes that live; "others": of what
+    has no guardian."""
+    families = {CONTROLLER: {psutil.Process(launcher)}}
+    for guardian in descendants(launcher, recursive=False):
+        role = guarded_role(guardian)
+        families[role or "others"] = descendants(guardian.pid) if role else {guardian}
+    taken = {}
+    for role, family in families.items():
+        with suppress(psutil.Error):  # one has ended meanwhile
+            taken[role] = np.sum([(0.0, 0.0), *(process.cpu_times()[:2] for process in family)], axis=0)
+    return taken
 
 
 def descendants(launcher: int, recursive: bool = True) -> set[psutil.Process]:

@@ -23,9 +23,10 @@ import psutil
 import pytest
 import typer
 from audited import check
+from fault_kinds import INJECT, targets
 from faults import CUT, MALFORMED, MALFORMED_BYTES, Relay, Relays, malformed, put_between
 from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
-from kill_target import KillTarget
+from kill_target import CONTROLLER, KillTarget, processor_seconds
 from ports import Handler, free_port, served
 from recorded import rows_of
 from small_config import make_config
@@ -38,12 +39,11 @@ from distill.guardian import MODULE
 from distill.launch import cluster, run
 from distill.launch.roles import Ports
 from distill.launch.run_folder import RunFolder
-from sync.base.errors import ConfigError, DistillError, Unreachable
+from sync.base.errors import DistillError, Unreachable
 from sync.wire import Version
 from sync.wire.client import Peer
 from tests import benchmarks
-from tests.benchmarks.chaos import INJECT, targets
-from tests.benchmarks.figures import chosen, comparison, with_json
+from tests.benchmarks.figures import comparison, with_json
 
 ROOT = Path(__file__).parents[3]
 
@@ -250,6 +250,18 @@ def test_workers_of_rewards_are_not_among_the_roles_whose_work_is_waited_for(tmp
         assert target.roles() == ["student-0"]
 
 
+def test_the_processor_time_of_a_run_is_told_by_role(tmp_path: Path) -> None:
+    with KillTarget([sys.executable, "-c", LAUNCHER, "student-0"], tmp_path, timeout=60.0) as target:
+        target.start()
+        target.wait(lambda: any("600" in one.cmdline() for one in target.below()), "the server's engine")
+        (server,) = target.processes()
+        taken = processor_seconds(psutil.Process(server.ppid()).ppid())
+    assert taken.keys() == {CONTROLLER, "student-0"}
+    user, kernel = taken[CONTROLLER]
+    assert user > 0  # of an interpreter's start
+    assert kernel >= 0
+
+
 # --- command lines of the benchmarks; the benchmarks themselves are started by hand
 
 
@@ -280,13 +292,6 @@ def test_a_benchmark_prints_a_table_and_writes_its_figures_before_a_problem_in_t
     shown = CliRunner().invoke(app, ["--count", "3", "--json", str(file)])
     assert (shown.output, str(shown.exception or "")) == ("3 of them\n", problem)
     assert json.loads(file.read_text()) == {"count": 3}
-
-
-def test_a_name_that_is_none_is_refused_with_those_there_are() -> None:
-    assert chosen("--only", "", ["a", "b"]) == ["a", "b"]
-    assert chosen("--only", "b, a", ["a", "b"]) == ["b", "a"]
-    with pytest.raises(ConfigError, match="--only has 'c': choose of a,b"):
-        chosen("--only", "a,c", ["a", "b"])
 
 
 def test_a_ratio_above_one_is_in_favour_of_the_new_variant() -> None:
