@@ -19,6 +19,7 @@ from typing import Annotated
 
 import faults
 import typer
+from disks import keep, mount
 from fault_kinds import HEALTH_SECONDS, INJECT, targets
 from kill_target import KillTarget, kind_of
 from whole_run import over
@@ -106,11 +107,11 @@ def run(
 ) -> Figures:
     """Inject faults into a run at random moments, let it end, and audit it; exit 1 for a broken guarantee."""
     target = target_of(events, seed)
-    faults.mount(target.run_dir, DISK_KIB)
+    mount(target.run_dir, DISK_KIB)
     try:
         return strike(target, events, seed)
     finally:
-        faults.keep(target.run_dir)
+        keep(target.run_dir)
 
 
 def problem(figures: Figures) -> str:

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import fill, free
+from disks import fill, free, mounted
 from kill_target import KillTarget
 from run_on_letters import BATCH, NAME, command
-from tmpfs import mounted
 
 from distill.record.audit import AuditReport, audit
 from student_trainer import checkpoint

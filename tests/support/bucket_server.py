@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ports import answering
@@ -38,11 +38,10 @@ class Segment(NamedTuple):
 
 
 class Xorb(NamedTuple):
-    """Chunks as they were sent; offsets have one entry more than there are chunks."""
+    """Chunks as they were sent, and where each begins; the last offset is their end."""
 
     body: bytes
-    packed: list[int]
-    unpacked: list[int]
+    offsets: list[int]
 
 
 class Entry(NamedTuple):
@@ -50,7 +49,6 @@ class Entry(NamedTuple):
 
     hash: str
     size: int
-    mtime: int
 
 
 # --- formats ----------------------------------------------------------------------------------------------
@@ -62,12 +60,11 @@ def hex_hash(raw: bytes) -> str:
 
 
 def read_xorb(body: bytes) -> Xorb:
-    packed, unpacked = [0], [0]
-    while packed[-1] + 8 <= len(body) and not body.startswith(b"XETBLOB", packed[-1]):
-        header = body[packed[-1] : packed[-1] + 8]
-        packed.append(packed[-1] + 8 + int.from_bytes(header[1:4], "little"))
-        unpacked.append(unpacked[-1] + int.from_bytes(header[5:8], "little"))
-    return Xorb(body, packed, unpacked)
+    offsets, at = [0], 0
+    while at + 8 <= len(body) and not body.startswith(b"XETBLOB", at):
+        at += 8 + int.from_bytes(body[at + 1 : at + 4], "little")
+        offsets.append(at)
+    return Xorb(body, offsets)
 
 
 def read_shard(body: bytes) -> dict[str, list[Segment]]:
@@ -95,14 +92,6 @@ def byte_range(request: Request, size: int) -> tuple[int, int]:
 
 def bucket_of(request: Request) -> str:
     return "{owner}/{name}".format(**request.path_params)
-
-
-def stamp(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-def not_found(code: str) -> Response:
-    return JSONResponse({"error": "not found"}, 404, {"X-Error-Code": code})
 
 
 # --- server -----------------------------------------------------------------------------------------------
@@ -144,7 +133,7 @@ class Hub:
         large = {name: xorb for name, xorb in self.xorbs.items() if len(xorb.body) >= least}
         for name, xorb in large.items():
             body = bytearray(xorb.body)
-            body[xorb.packed[-1] // 2] ^= 1
+            body[xorb.offsets[-1] // 2] ^= 1
             self.xorbs[name] = xorb._replace(body=bytes(body))
 
     # --- the Xet store
@@ -158,41 +147,26 @@ class Hub:
         return JSONResponse({"result": 1})
 
     async def reconstruction(self, request: Request) -> Response:
-        """Which chunks make up bytes [start, end) of a file, and where they are."""
-        if (file := request.path_params["file"]) not in self.files:
-            return not_found("EntryNotFound")
-        size = self.size(file)
-        start, end = byte_range(request, size)
-        return Response(status_code=416) if start >= size else JSONResponse(self.chunks(file, start, end))
+        """Whole segments with bytes [start, end) of a file, and where their chunks are."""
+        file = request.path_params["file"]
+        start, end = byte_range(request, self.size(file))
+        terms, ranges, at, skip = [], dict[str, tuple[int, int]](), 0, 0
+        for name, size, first, last in self.files[file]:
+            if at < end and at + size > start:
+                skip = skip if terms else start - at
+                terms.append({"hash": name, "unpacked_length": size, "range": {"start": first, "end": last}})
+                low, high = ranges.get(name, (first, last))
+                ranges[name] = (min(low, first), max(high, last))
+            at += size
+        fetch = {}
+        for name, (first, last) in ranges.items():
+            offsets = self.xorbs[name].offsets
+            place = {"url": f"{self.base}/xorb/{name}", "range": {"start": first, "end": last}}
+            fetch[name] = [place | {"url_range": {"start": offsets[first], "end": offsets[last] - 1}}]
+        return JSONResponse({"offset_into_first_range": skip, "terms": terms, "fetch_info": fetch})
 
     def size(self, file: str) -> int:
         return sum(segment.size for segment in self.files[file])
-
-    def chunks(self, file: str, start: int, end: int) -> dict[str, object]:
-        terms, ranges, at, skip = [], {}, 0, None
-        for xorb_hash, size, first, last in self.files[file]:
-            begin, finish = at, at + size
-            at = finish
-            if finish <= start or begin >= end:
-                continue
-            sizes = self.xorbs[xorb_hash].unpacked
-            while begin + sizes[first + 1] - sizes[first] <= start:
-                begin += sizes[first + 1] - sizes[first]
-                first += 1
-            while finish - (sizes[last] - sizes[last - 1]) >= end:
-                finish -= sizes[last] - sizes[last - 1]
-                last -= 1
-            skip = start - begin if skip is None else skip
-            chunks = {"start": first, "end": last}
-            terms.append({"hash": xorb_hash, "unpacked_length": finish - begin, "range": chunks})
-            low, high = ranges.get(xorb_hash, (first, last))
-            ranges[xorb_hash] = (min(low, first), max(high, last))
-        fetch = {}
-        for name, (first, last) in ranges.items():
-            packed = self.xorbs[name].packed
-            place = {"url": f"{self.base}/xorb/{name}", "range": {"start": first, "end": last}}
-            fetch[name] = [place | {"url_range": {"start": packed[first], "end": packed[last] - 1}}]
-        return {"offset_into_first_range": skip or 0, "terms": terms, "fetch_info": fetch}
 
     async def xorb(self, request: Request) -> Response:
         body = self.xorbs[request.path_params["xorb"]].body
@@ -201,68 +175,60 @@ class Hub:
 
     async def token(self, request: Request) -> Response:
         expires = int(time.time()) + 3600
-        headers = {"X-Xet-Cas-Url": self.base, "X-Xet-Access-Token": "token"}
-        headers["X-Xet-Token-Expiration"] = str(expires)
-        return JSONResponse({"casUrl": self.base, "accessToken": "token", "exp": expires}, headers=headers)
+        return JSONResponse({"casUrl": self.base, "accessToken": "token", "exp": expires})
 
     # --- the bucket
 
     async def create(self, request: Request) -> Response:
         name = bucket_of(request)
-        exists = name in self.buckets
+        status = 409 if name in self.buckets else 200
         self.buckets.setdefault(name, {})
-        return JSONResponse({"url": f"{self.base}/buckets/{name}"}, 409 if exists else 200)
+        return JSONResponse({"url": f"{self.base}/buckets/{name}"}, status)
 
     async def info(self, request: Request) -> Response:
         name = bucket_of(request)
         if name not in self.buckets:
-            return not_found("RepoNotFound")
-        size, files = sum(entry.size for entry in self.buckets[name].values()), len(self.buckets[name])
-        info = {"id": name, "private": True, "createdAt": stamp(0), "size": size, "totalFiles": files}
-        return JSONResponse(info)
+            return JSONResponse({"error": "not found"}, 404, {"X-Error-Code": "RepoNotFound"})
+        info = {"id": name, "private": True, "createdAt": "1970-01-01T00:00:00.000Z"}
+        return JSONResponse(info | {"size": 0, "totalFiles": 0})
 
     async def batch(self, request: Request) -> Response:
-        failed, files = [], self.buckets[bucket_of(request)]
+        files = self.buckets[bucket_of(request)]
         for operation in map(json.loads, (await request.body()).splitlines()):
-            path, content = operation["path"], operation.get("xetHash")
             if operation["type"] == "deleteFile":
-                files.pop(path, None)
-            elif content not in self.files:
-                failed.append({"path": path, "error": f"unknown xet hash {content}"})
+                files.pop(operation["path"], None)
             else:
-                files[path] = Entry(content, self.size(content), operation["mtime"])
-        return JSONResponse({"success": not failed, "failed": failed}, 422 if failed else 200)
+                content = operation["xetHash"]
+                files[operation["path"]] = Entry(content, self.size(content))
+        return JSONResponse({"success": True, "failed": []})
 
     async def paths_info(self, request: Request) -> Response:
         files, asked = self.buckets[bucket_of(request)], (await request.json())["paths"]
         return JSONResponse([described(path, files[path]) for path in asked if path in files])
 
     async def tree(self, request: Request) -> Response:
-        prefix, listed, folders = request.path_params.get("prefix"), list[Any](), set[str]()
+        """Files and folders below a prefix; not `recursive`: those that lie in it."""
+        prefix = request.path_params.get("prefix")
         start = f"{prefix}/" if prefix else ""
-        whole = request.query_params.get("recursive", "").lower() == "true"
-        for path, entry in sorted(self.buckets[bucket_of(request)].items()):
-            folder, _, rest = path.removeprefix(start).partition("/")
-            if path.startswith(start) and rest and not whole:
-                folders.add(start + folder)
-            elif path.startswith(start):
-                listed.append(described(path, entry))
-        above = [{"type": "directory", "path": path, "uploadedAt": stamp(0)} for path in sorted(folders)]
-        return JSONResponse(above + listed)
+        files = {
+            name: one for name, one in self.buckets[bucket_of(request)].items() if name.startswith(start)
+        }
+        folders = {str(folder) for name in files for folder in PurePosixPath(name).parents} - {"."}
+        found = [{"type": "directory", "path": path} for path in sorted(folders) if path.startswith(start)]
+        found += [described(path, entry) for path, entry in sorted(files.items())]
+        if request.query_params.get("recursive", "").lower() != "true":
+            found = [one for one in found if "/" not in one["path"].removeprefix(start)]
+        return JSONResponse(found)
 
     async def resolve(self, request: Request) -> Response:
-        entry = self.buckets[bucket_of(request)].get(request.path_params["path"])
-        if entry is None:
-            return not_found("EntryNotFound")
+        entry = self.buckets[bucket_of(request)][request.path_params["path"]]
         headers = {"X-Xet-Hash": entry.hash, "X-Linked-Size": str(entry.size), "ETag": f'"{entry.hash}"'}
         headers["X-Xet-Refresh-Route"] = f"{self.base}/api/buckets/{bucket_of(request)}/xet-read-token"
         return Response(headers=headers)
 
 
-def described(path: str, entry: Entry) -> dict[str, object]:
-    when = stamp(entry.mtime / 1000)
-    kind = {"type": "file", "path": path, "xetHash": entry.hash, "size": entry.size}
-    return {**kind, "mtime": when, "uploadedAt": when}
+def described(path: str, entry: Entry) -> dict[str, Any]:
+    return {"type": "file", "path": path, "xetHash": entry.hash, "size": entry.size}
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -11,11 +12,14 @@ CHATML = (
 )
 
 
-def byte_tokenizer(template: str | None = CHATML, end: str = "<|im_end|>", **special: str) -> Any:
+def byte_tokenizer(
+    template: str | None = CHATML, end: str = "<|im_end|>", names: Sequence[str] = (), **special: str
+) -> Any:
+    """`names`: further special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *names]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE({word: i for i, word in enumerate([*names, *letters])}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

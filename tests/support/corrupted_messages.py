@@ -41,9 +41,9 @@ class Spoiler:
 
     def over_the_wire(self, message: M, kind: Any) -> M:
         """`message` as it comes out on the other side."""
-        return (
-            message if self.rng.random() >= self.share else cast(M, wire.decode(self.spoilt(message), kind))
-        )
+        if self.rng.random() >= self.share:
+            return message
+        return cast(M, wire.decode(self.spoilt(message), kind))
 
     def spoilt(self, message: Any) -> bytes:
         """The message with one field changed, or in one of ten cases its bytes."""
@@ -86,10 +86,10 @@ class Spoiler:
             return self._list(value)
         if isinstance(value, dict):
             name = next(iter(value), "x")
-            how = self.rng.choice(("empty", "value", "more"))
-            return how, {"empty": {}, "value": {**value, name: self._other(value.get(name, 0.0))[1]}}.get(
-                how, {**value, "further": value.get(name, 0.0)}
-            )
+            first = value.get(name, 0.0)
+            changes = {"empty": {}, "value": value | {name: self._other(first)[1]}}
+            how, changed = self.rng.choice([*changes.items(), ("more", value | {"further": first})])
+            return how, changed
         if value is None:
             return "there", self.rng.choice((Array("f4", (1,), bytes(4)), Version(0, 1), 1.0, 3, "x:1"))
         kinds = ((bool, (True, False)), (int, INTS), (float, FLOATS), (str, TEXTS), (bytes, (b"", bytes(16))))
@@ -115,10 +115,9 @@ class Spoiler:
             shapes = [(), (count + 1,), (-1,), (1 << 40,), (0, 1 << 62), (*array.shape, 1), array.shape[:1]]
             return how, msgspec.structs.replace(array, shape=self.rng.choice(shapes))
         if how == "bytes":
-            data = self.rng.choice(
-                (array.data[:-1], array.data + b"\0", b"", array.data[: len(array.data) // 2])
-            )
-            return how, msgspec.structs.replace(array, data=data)
+            data = array.data
+            others = (data[:-1], data + b"\0", b"", data[: len(data) // 2])
+            return how, msgspec.structs.replace(array, data=self.rng.choice(others))
         return (how, None) if how == "none" else ("element", self._element(array))
 
     def _element(self, array: Array) -> Array:

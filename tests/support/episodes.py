@@ -14,6 +14,8 @@ from typing import Literal
 
 import numpy as np
 
+from distill.environments.episode import EnvironmentAnswer, FinishReason
+from distill.environments.host import Host, Playing
 from distill.environments.python_host import Reply
 from sync.base.errors import Unreachable
 from sync.wire import Array, EpisodeFailed, EpisodeOver, Turn, pack, unpack
@@ -86,15 +88,15 @@ class GuessEnvironment:
     ended: list[str] = field(default_factory=list)
     """Ids that were given up."""
 
-    async def begin(self, id: str, task: int) -> Turn | EpisodeOver | EpisodeFailed:
+    async def begin(self, id: str, task: int) -> EnvironmentAnswer:
         await asyncio.sleep(self.delay(id, 0))
         self.begun.append((id, task))
         self.games[id] = Game(random.Random(task).randint(1, TOP), 0)
         return await self._turn(id, [USER, ASK, ANSWER])
 
     async def proceed(
-        self, id: str, turn: int, token_ids: Array, finish_reason: Literal["stop", "length", "time"]
-    ) -> Turn | EpisodeOver | EpisodeFailed:
+        self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
+    ) -> EnvironmentAnswer:
         await asyncio.sleep(self.delay(id, turn + 1))
         if (game := self.games.get(id)) is None:
             return EpisodeFailed(id=id, error="it is not under way here", lost=True)
@@ -129,3 +131,26 @@ class GuessEnvironment:
         game.length = keep + len(added)
         ids = [1 << 30] if trouble == "lie" else added
         return Turn(id=id, turn=game.turn, token_ids=pack(np.array(ids, "i4")), keep=keep)
+
+
+class Played:
+    """A host's episodes without its service; `under_way`: episodes that no `end` was for."""
+
+    def __init__(self, host: Host) -> None:
+        self._host, self.name = host, host.name
+        self.under_way: dict[str, Playing] = {}
+
+    async def begin(self, id: str, task: int) -> EnvironmentAnswer:
+        self.under_way[id] = playing = Playing(self._host, id, task)
+        return await playing.next()
+
+    async def proceed(
+        self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
+    ) -> EnvironmentAnswer:
+        self.under_way[id].answer(unpack(token_ids).tolist(), finish_reason)
+        return await self.under_way[id].next()
+
+    async def end(self, ids: list[str]) -> None:
+        for id in ids:
+            if (playing := self.under_way.pop(id, None)) is not None:
+                await playing.stop(1.0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from in_memory import MemoryReplica
+from in_memory import MemoryReplica, MemoryTeacher
 from msgspec.structs import replace
 from small_config import make_config
 from started import controlled
@@ -34,10 +34,10 @@ from distill.record.store import Store
 from distill.tasks.sort_letters import letter_tokenizer
 from sync import wire
 from sync.base.tokenizers import load_tokenizer
-from sync.wire import GenerateRequest, TeacherCompletion, Version, pack
-from teacher_service.client import Counters, Reply
+from sync.wire import GenerateRequest, Version, pack
+from teacher_service.config import TeacherConfig
+from teacher_service.engines import build
 from teacher_service.engines.base import Item, ScoreOptions
-from teacher_service.engines.transformers import TransformersEngine
 from teacher_service.messages import describe, scored
 from teacher_service.router import Router
 
@@ -78,46 +78,37 @@ class Replica(MemoryReplica):
         )
 
 
-class Teacher:
-    """A teacher's engine without its process."""
+class Teacher(MemoryTeacher):
+    """The engine of a model folder without its process; `told`: what it says of itself instead."""
 
-    def __init__(self, folder: Path, hidden: bool = True) -> None:
-        self.engine = TransformersEngine(Qwen3ForCausalLM.from_pretrained(folder), KNOWN)
-        self.hidden, self.requests = hidden, 0
-        self.completed: list[str] = []
-        self.pause, self.processes = 0.0, 1
-        self.counters = Counters()
+    def __init__(self, folder: Path, **told: Any) -> None:
+        super().__init__()
+        config = TeacherConfig(path=str(folder), dtype="float32")
+        tokenizer = load_tokenizer(config)
+        self._engine = build(config, len(tokenizer.get_vocab()))
+        self._info = replace(describe("t", self._engine.engine_info, tokenizer), **told)
 
-    async def first_info(self) -> wire.TeacherInfo:
-        info = describe("t", self.engine.engine_info, letter_tokenizer())
-        return info if self.hidden else replace(info, can=["topk"])
+    async def info(self, timeout: float | None = None) -> wire.TeacherInfo:
+        return self._info
+
+    first_info = info
 
     async def head(self) -> wire.Head:
-        assert self.hidden
-        head = self.engine.head()
+        assert "hidden" in self._info.can
+        head = self._engine.head()
         assert head is not None
         return head
 
-    async def score(
-        self, sequences: list[wire.ScoreSequence], want: wire.Want, limit: float
-    ) -> Reply[wire.Scored]:
-        self.requests += 1
-        assert self.hidden or not want.hidden
-        options = ScoreOptions(hidden=want.hidden)
-        items = [Item(wire.unpack(one.token_ids), one.start) for one in sequences]
-        results = [
-            scored(one.id, self.engine.score([item], options), "f4")
-            for one, item in zip(sequences, items, strict=True)
-        ]
-        return Reply(results, "here")
+    def _scores(self, sequence: wire.ScoreSequence, want: wire.Want) -> wire.Scored:
+        assert "hidden" in self._info.can or not want.hidden
+        item = Item(wire.unpack(sequence.token_ids), sequence.start)
+        return scored(sequence.id, self._engine.score([item], ScoreOptions(hidden=want.hidden)), "f4")
 
-    async def generate(
-        self, prompts: list[wire.TeacherPrompt], max_tokens: int, stop_token_ids: Sequence[int], **_: Any
-    ) -> Reply[TeacherCompletion]:
-        """Two tokens each, the second the end."""
-        self.completed += [prompt.id for prompt in prompts]
+    def _completion(self, prompt: wire.TeacherPrompt, max_tokens: int) -> wire.TeacherCompletion:
+        """Two tokens, the second the end."""
+        self.completed.append(prompt.id)
         token_ids, logprob = pack(np.array([3, EOS], np.int32)), pack(np.zeros(2, np.float32))
-        return Reply([TeacherCompletion(prompt.id, token_ids, logprob, "stop") for prompt in prompts], "here")
+        return wire.TeacherCompletion(prompt.id, token_ids, logprob, "stop")
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Faults that need help: relays that cut connections or malform answers, and a small disk that can be filled.
+"""Faults that need help: relays that cut connections or malform answers.
 
     python tests/support/faults.py CONFIG --set KEY=VALUE …      a run whose roles talk through relays
 
@@ -19,10 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import os
 import random
-import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -38,7 +35,7 @@ from distill.config.loading import load
 from distill.launch import cluster, roles, run
 from distill.launch.supervise import ChildSpec
 from distill.topology import CONTROLLER
-from sync.base.errors import ConfigError, DistillError
+from sync.base.errors import DistillError
 from sync.base.secrets import redact_process
 
 FAULTS = "faults"
@@ -49,50 +46,6 @@ turns are short."""
 MALFORMED_BYTES = 32
 POLL_SECONDS = 0.1
 HEADERS_END = b"\r\n\r\n"
-BALLAST = ".ballast"
-
-
-# --- a small disk -----------------------------------------------------------------------------------------
-
-
-def mount(folder: Path, kibibytes: int) -> None:
-    """Put an empty tmpfs of that size at `folder`. Raises ConfigError where none may be mounted."""
-    folder.mkdir(parents=True, exist_ok=True)
-    line = ["mount", "-t", "tmpfs", "-o", f"size={kibibytes}k", "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(line, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise ConfigError(f"a disk to fill needs the command mount: {error}") from None
-    if done.returncode != 0:
-        raise ConfigError(f"a disk to fill cannot be mounted, which takes root: {done.stderr.strip()}")
-
-
-def unmount(folder: Path) -> None:
-    """Remove it with its files, once no process has one of them open."""
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def keep(folder: Path) -> None:
-    """Remove it, and leave its files in its place."""
-    copy = folder.with_name(f".{folder.name}.copy")
-    shutil.copytree(folder, copy, symlinks=True)
-    unmount(folder)
-    folder.rmdir()
-    copy.rename(folder)
-
-
-def fill(folder: Path) -> None:
-    """Take all the space there is."""
-    with (folder / BALLAST).open("wb", buffering=0) as file:
-        for block in (1 << 20, 1 << 12, 1):
-            with contextlib.suppress(OSError):
-                while file.write(bytes(block)):
-                    pass
-
-
-def free(folder: Path) -> None:
-    """Give it back."""
-    os.unlink(folder / BALLAST)
 
 
 # --- relays -----------------------------------------------------------------------------------------------

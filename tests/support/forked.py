@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, Final, NamedTuple, NoReturn
@@ -49,7 +49,7 @@ IMPORTS = {
     "vllm.entrypoints.openai.api_server": VLLM,
 }
 """Module → what its server imports; `VLLM` instead for a teacher of that engine."""
-_servers: dict[object, Server] = {}
+_servers: dict[object, socket.socket] = {}
 """By imports and by what is added to the environment of the tests."""
 _HANDLERS: Final[dict[int, Any]] = {
     signal.SIGTERM: signal.SIG_DFL,
@@ -78,8 +78,12 @@ def start(
     common = {name: value for name, value in env.items() if not name.startswith(late)}
     key = imports, tuple(sorted(common.items() - os.environ.items()))
     if key not in _servers:
-        _servers[key] = Server(imports, common)
-    return _servers[key].fork(command, env, log, new_session, cwd)
+        _servers[key] = _server(imports, common)
+    message = json.dumps([list(command), dict(env), new_session, str(cwd or Path.cwd())]).encode()
+    told, tell = os.pipe()
+    socket.send_fds(_servers[key], [message], [log.fileno(), tell])
+    os.close(tell)
+    return Forked(told)
 
 
 def output_of(command: Sequence[str], env: Mapping[str, str], seconds: float = 1500.0) -> str:
@@ -92,27 +96,40 @@ def output_of(command: Sequence[str], env: Mapping[str, str], seconds: float = 1
     return said
 
 
+def _server(imports: Sequence[str], environment: Mapping[str, str]) -> socket.socket:
+    """Where a process is asked that has imported those; it ends with this one."""
+    control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with there:
+        line = [sys.executable, "-P", __file__, *imports]
+        process = subprocess.Popen(line, env=environment, stdin=there, start_new_session=True)
+
+    def end() -> None:
+        control.close()
+        process.wait()
+
+    atexit.register(end)
+    return control
+
+
 class Forked:
-    """What tests use of Popen."""
+    """What tests use of Popen. From `told` it reads the process's id, and at its end the exit status."""
 
-    def __init__(self, pid: int, server: Server) -> None:
-        self.pid, self._server = pid, server
-
-    @property
-    def returncode(self) -> int | None:
-        return self._server.ended.get(self.pid)
+    def __init__(self, told: int) -> None:
+        self._told, self.pid = told, _told(told)
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        self._server.read()
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        end = None if timeout is None else time.monotonic() + timeout
-        while (status := self.poll()) is None:
-            if end is not None and time.monotonic() > end:
+        if self.returncode is None:
+            if not select.select([self._told], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            time.sleep(0.02)
-        return status
+            self.returncode = _told(self._told)
+            os.close(self._told)
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -125,88 +142,54 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-class Server:
-    """The process that imports and forks. It ends with this one."""
+def _told(pipe: int) -> int:
+    number = os.read(pipe, 8)
+    assert number, "the process that forks has ended"
+    return int.from_bytes(number, "little", signed=True)
 
-    def __init__(self, imports: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.ended: dict[int, int] = {}
-        self._lock, self._started = threading.Lock(), list[int]()
-        self._control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with there:
-            line = [sys.executable, "-P", __file__, *imports]
-            self._process = subprocess.Popen(line, env=environment, stdin=there, start_new_session=True)
-        atexit.register(self._end)
 
-    def fork(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        log: IO[Any],
-        new_session: bool,
-        cwd: Path | None,
-    ) -> Forked:
-        message = json.dumps([list(command), dict(env), new_session, str(cwd or Path.cwd())]).encode()
-        with self._lock:
-            socket.send_fds(self._control, [message], [log.fileno()])
-            while not self._started:
-                self._receive()
-            return Forked(self._started.pop(), self)
-
-    def read(self) -> None:
-        """What has ended meanwhile."""
-        with self._lock:
-            while select.select([self._control], [], [], 0)[0]:
-                self._receive()
-
-    def _end(self) -> None:
-        self._control.close()
-        self._process.wait()
-
-    def _receive(self) -> None:
-        answer = self._control.recv(64)
-        assert answer, "the process that forks has ended"
-        pid, status = json.loads(answer)
-        if status is None:
-            self._started.append(pid)
-        else:
-            self.ended[pid] = status
+def _tell(pipe: int, number: int) -> None:
+    os.write(pipe, number.to_bytes(8, "little", signed=True))
 
 
 def serve(control: socket.socket) -> None:
     """Fork for each request, and tell what has ended; returns when nobody asks any more."""
-    woken, wake = socket.socketpair()
-    for end in (woken, wake):
-        end.setblocking(False)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake.fileno())
+    signal.set_wakeup_fd(wake)
+    running: dict[int, int] = {}
     while True:
-        ready = select.select([control, woken], [], [])[0]
-        if woken in ready:
-            woken.recv(64)
-            _tell_ended(control)
-        if control in ready:
-            message, descriptors, _, _ = socket.recv_fds(control, 1 << 17, 1)
-            if not message:
-                return
-            command, environment, new_session, folder = json.loads(message)
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for end in (control, woken, wake):
-                    end.close()
-                if new_session:
-                    os.setsid()
-                for number in (1, 2):
-                    os.dup2(descriptors[0], number)
-                os.close(descriptors[0])
-                os.chdir(folder)
-                _search([place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place])
-                if deepspeed := sys.modules.get("deepspeed.launcher.launch"):
-                    deepspeed.subprocess = SimpleNamespace(Popen=start_rank)  # type: ignore[attr-defined]
-                become(command, environment)
-            os.close(descriptors[0])
-            control.send(json.dumps([pid, None]).encode())
+        if woken in select.select([control, woken], [], [])[0]:
+            os.read(woken, 64)
+            while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                tell = running.pop(ended[0])
+                _tell(tell, os.waitstatus_to_exitcode(ended[1]))
+                os.close(tell)
+            continue
+        message, descriptors, _, _ = socket.recv_fds(control, 1 << 17, 2)
+        if not message:
+            return
+        command, environment, new_session, folder = json.loads(message)
+        log, tell = descriptors
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if new_session:
+                os.setsid()
+            for number in (1, 2):
+                os.dup2(log, number)
+            for end in (control.detach(), woken, wake, *descriptors, *running.values()):
+                os.close(end)
+            os.chdir(folder)
+            _search([place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place])
+            if deepspeed := sys.modules.get("deepspeed.launcher.launch"):
+                deepspeed.subprocess = SimpleNamespace(Popen=Rank)  # type: ignore[attr-defined]
+            become(command, environment)
+        os.close(log)
+        running[pid] = tell
+        _tell(tell, pid)
 
 
 def _search(places: Sequence[str]) -> None:
@@ -215,17 +198,6 @@ def _search(places: Sequence[str]) -> None:
     if any((Path(place) / "sitecustomize.py").is_file() for place in places):
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")
-
-
-def _tell_ended(control: socket.socket) -> None:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        control.send(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
 
 
 # --- in a fork
@@ -253,8 +225,7 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 
     Functions of `atexit` are not called: libraries registered theirs for the process that imported them.
     """
-    global _forked
-    target, _forked = program(command), True
+    target = program(command)
     assert target is not None, "only a program can run in a fork"
     setproctitle(" ".join(command))  # which looks for its place by the first environment
     os.environ.clear()
@@ -295,23 +266,13 @@ def _leave(error: BaseException | None) -> int:
     return status & 0xFF
 
 
-def start_rank(command: list[str], env: Mapping[str, str], **log: Any) -> Rank | subprocess.Popen[bytes]:
-    """A rank, as the deepspeed launcher starts it. `log`: stdout and stderr, if they are of its own."""
-    if program(command) is None:  # bound to cores by numactl
-        return subprocess.Popen(command, env=env, **log)
-    return Rank(command, env, **log)
-
-
 class Rank:
     """A rank that has this process's imports; what the deepspeed launcher uses of Popen."""
 
-    def __init__(self, command: list[str], env: Mapping[str, str], **log: IO[str]) -> None:
+    def __init__(self, command: list[str], env: Mapping[str, str]) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            for number, name in enumerate(("stdout", "stderr"), 1):
-                if name in log:
-                    os.dup2(log[name].fileno(), number)
             become(command, env)
 
     def poll(self) -> int | None:

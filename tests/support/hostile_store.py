@@ -20,6 +20,7 @@ from sync.wire import Version
 
 RUN: Final = "run"
 SHAPES: Final = {"a": (40, 8), "b.weight": (300,), "c": (1,)}
+STRAYS: Final = ("", "x", "1-v2", "000-v00000001x")
 WEIRD: Final[list[Any]] = [
     None, -1, 0, 2**31, 2**63 - 1, 2**64 - 1, 1e308, 0.5, "", "..", "../../x", "/etc/passwd", "a\0b",
     "L000-v00000001", "model/x.py", "model/config.json", "\N{GRINNING FACE}", [], {}, [[]], [0, 0], [-1, 5],
@@ -45,12 +46,8 @@ def put_file(
     """Replace a file of a version, and make the manifest (that of `of`; None: the store's) agree with it."""
     key = manifest_key(RUN, version)
     manifest = msgspec.json.decode((of or store).read(key), type=Manifest)
-    files = [
-        msgspec.structs.replace(file, size=len(data), blake3=blake3(data).hexdigest())
-        if file.key == name
-        else file
-        for file in manifest.files
-    ]
+    facts = {"size": len(data), "blake3": blake3(data).hexdigest()}
+    files = [msgspec.structs.replace(file, **facts if file.key == name else {}) for file in manifest.files]
     total = sum(file.size for file in files)
     store.replace(version_key(RUN, version, name), data)
     store.replace(key, msgspec.json.encode(msgspec.structs.replace(manifest, files=files, bytes=total)))
@@ -124,9 +121,7 @@ def mutate_store(store: MemoryStore, sound: MemoryStore, rng: random.Random) -> 
         lambda: _mutate_json(store, sound, manifest_key(RUN, version), rng),
         lambda: _mutate_json(store, sound, manifest_key(RUN, version), rng),
         lambda: store.replace(f"{RUN}/LATEST", mutated_bytes(b"L000-v00000003\n", rng)),
-        lambda: store.replace(
-            f"{RUN}/L{rng.choice(['', 'x', '1-v2', '000-v00000001x'])}/manifest.json", b"{}"
-        ),
+        lambda: store.replace(f"{RUN}/L{rng.choice(STRAYS)}/manifest.json", b"{}"),
         lambda: _mutate_lease(store, rng),
     ]
     rng.choice(choices)()

@@ -204,8 +204,6 @@ class MemoryTeacher:
     kept: dict[str, bytes] = field(default_factory=dict)
     """Bodies by key; clear it, and they are gone."""
     _numbers: Iterator[int] = field(default_factory=count)
-    fetched: list[str] = field(default_factory=list)
-    """Keys that were fetched, found or not."""
 
     @property
     def pause(self) -> float:
@@ -247,9 +245,7 @@ class MemoryTeacher:
             request = wire.decode(body, wire.ScoreRequest)
             results = [self._scores(sequence, request.want) for sequence in request.sequences]
             return wire.encode(wire.ScoreReply(results=results))
-        key = path.removeprefix("/v1/scores/")
-        self.fetched.append(key)
-        if key not in self.kept:
+        if (key := path.removeprefix("/v1/scores/")) not in self.kept:
             raise RemoteError(f"{key} is gone")
         return self.kept[key]
 
@@ -348,9 +344,8 @@ class MemoryEvaluator:
             name: wire.Divergence(exact=True, sums=[each * tokens.count for tokens in sequences])
             for name, sequences in request.teachers.items()
         }
-        return wire.decode(
-            wire.encode(wire.EvalReply(version=request.version, teachers=teachers)), wire.EvalReply
-        )
+        reply = wire.EvalReply(version=request.version, teachers=teachers)
+        return wire.decode(wire.encode(reply), wire.EvalReply)  # with its checks
 
     async def keep(self, report: EvalReport) -> None:
         self.best.append(report)

@@ -22,7 +22,8 @@ from typing import Any
 import httpx
 import numpy as np
 import psutil
-from faults import FAULTS, fill, free
+from disks import fill, free
+from faults import FAULTS
 
 from distill.guardian import guarded_role
 from distill.launch.supervise import last_lines
@@ -45,7 +46,8 @@ class KillTarget:
         """`timeout`: seconds that any wait may take, and the longest between two steps."""
         self.run_dir = run_dir
         self._command, self.timeout = list(command), timeout
-        self._started: subprocess.Popen[bytes] | None = None
+        self._launcher: Any = None
+        """Started by `start`, which comes first."""
         self._seen: set[psutil.Process] = set()
         self._dead: set[psutil.Process] = set()
         self._log = run_dir / "logs" / "launcher.log"
@@ -60,16 +62,11 @@ class KillTarget:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._started is not None:
-            self._started.kill()
-            self._started.wait()
+        if self._launcher is not None:
+            self._launcher.kill()
+            self._launcher.wait()
         for process in filter(lives, self._seen):
             process.kill()
-
-    @property
-    def _launcher(self) -> subprocess.Popen[bytes]:
-        assert self._started is not None, "start comes first"
-        return self._started
 
     # --- faults -------------------------------------------------------------------------------------------
 
@@ -78,7 +75,7 @@ class KillTarget:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         command = [*self._command, *(["--resume"] if resume else [])]
         with self._log.open("ab") as output:
-            self._started = subprocess.Popen(
+            self._launcher = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
 
@@ -219,8 +216,7 @@ class KillTarget:
         """Until the condition holds, or the run is over. Raises DistillError when that takes too long."""
         deadline = time.monotonic() + self.timeout
         while not condition():
-            status = None if self._started is None else self._started.poll()
-            if status == 0:
+            if (status := self._launcher.poll()) == 0:
                 return
             if status is not None or time.monotonic() > deadline:
                 why = "is not there in time" if status is None else f"cannot come: it ended with {status}"

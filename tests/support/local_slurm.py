@@ -1,9 +1,6 @@
 """A real Slurm whose machines are all this one: munged, slurmctld and a slurmd for each node, on loopback.
 
-    python tests/support/local_slurm.py FOLDER
-
-prints `export SLURM_CONF=…` and keeps it until its standard input ends. It needs Debian's slurm-wlm and
-munge, and root, which makes the device files that stand for GPUs.
+It needs Debian's slurm-wlm and munge, and root, which makes the device files that stand for GPUs.
 """
 
 from __future__ import annotations
@@ -12,12 +9,11 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from ports import free_port
@@ -42,9 +38,6 @@ class LocalSlurm:
     """A cluster that is up. Every command needs `environment`."""
 
     folder: Path
-    nodes: tuple[str, ...]
-    daemons: Mapping[str, subprocess.Popen[bytes]]
-    """Such as "node0", and "slurmctld"."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -59,10 +52,8 @@ class LocalSlurm:
 
     def state(self, job: str) -> str:
         """Such as "RUNNING"; also of a job that ended, for Slurm's five minutes."""
-        fields = dict(
-            word.split("=", 1) for word in self.call("scontrol", "show", "job", job).split() if "=" in word
-        )
-        return fields["JobState"]
+        words = self.call("scontrol", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)["JobState"]
 
     def steps(self, job: str) -> list[str]:
         """Names of the steps that run, sorted."""
@@ -72,49 +63,43 @@ class LocalSlurm:
 
 
 @contextlib.contextmanager
-def local_slurm(folder: Path, nodes: int = 4, gpus: int = 2, cpus: int = 8) -> Iterator[LocalSlurm]:
+def local_slurm(folder: Path, nodes: int, gpus: int, cpus: int) -> Iterator[LocalSlurm]:
     """A cluster of so many nodes, each with so many pretended GPUs; nothing of it is left."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
-    names = tuple(f"node{index}" for index in range(nodes))
+    names = [f"node{index}" for index in range(nodes)]
     _write_configuration(folder, names, gpus, cpus)
     commands = {
         "munged": ["munged", "--foreground", "--force", *_munge_files(folder)],
         "slurmctld": ["slurmctld", "-D", "-f", str(folder / "slurm.conf")],
         **{name: ["slurmd", "-D", "-N", name, "-f", str(folder / "slurm.conf")] for name in names},
     }
-    daemons: dict[str, subprocess.Popen[bytes]] = {}
-    cluster = LocalSlurm(folder, names, daemons)
+    daemons: list[subprocess.Popen[bytes]] = []
+    cluster = LocalSlurm(folder)
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     try:
         for name, command in commands.items():
             with (folder / f"{name}.out").open("ab") as output:
-                daemons[name] = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=cluster.environment,
-                    start_new_session=True,
-                )
+                options = {**streams, "stdout": output, "env": cluster.environment}
+                daemons.append(subprocess.Popen(command, start_new_session=True, **options))
             if name == "munged":
                 until((folder / "munge.socket").exists, UP_SECONDS)
         until(lambda: _idle(cluster) == nodes, UP_SECONDS, lambda: f"see {folder}/*.log", poll_seconds=0.2)
         yield cluster
     finally:
-        _end(cluster)
+        _end(cluster, daemons)
 
 
-def _write_configuration(folder: Path, names: tuple[str, ...], gpus: int, cpus: int) -> None:
+def _write_configuration(folder: Path, names: list[str], gpus: int, cpus: int) -> None:
     controller, *ports = (free_port() for _ in range(1 + len(names)))
     (folder / "state").mkdir(exist_ok=True)
     (folder / "munge.key").write_bytes(secrets.token_bytes(128))
     (folder / "munge.key").chmod(0o400)
     for index in range(gpus):
         os.mknod(folder / f"nvidia{index}", 0o20666, os.makedev(1, 3))
-    gres = f"Name=gpu File={folder}/nvidia[0-{gpus - 1}] Flags=nvidia_gpu_env\n" if gpus else ""
+    gres = f"Name=gpu File={folder}/nvidia[0-{gpus - 1}] Flags=nvidia_gpu_env\n"
     (folder / "gres.conf").write_text(gres)
-    memory = psutil.virtual_memory().total >> 20
-    has = f" Gres=gpu:{gpus}" if gpus else ""
+    node = f"CPUs={cpus} RealMemory={psutil.virtual_memory().total >> 20} Gres=gpu:{gpus}"
     lines = [
         "ClusterName=local",
         "SlurmctldHost=localhost(127.0.0.1)",
@@ -145,8 +130,7 @@ def _write_configuration(folder: Path, names: tuple[str, ...], gpus: int, cpus: 
         "ReturnToService=2",
         "JobCompType=jobcomp/none",
         *(
-            f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={cpus} "
-            f"RealMemory={memory}{has}"
+            f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} {node}"
             for name, port in zip(names, ports, strict=True)
         ),
         "PartitionName=main Nodes=ALL Default=YES PriorityTier=10 PreemptMode=OFF",
@@ -168,31 +152,23 @@ def _idle(cluster: LocalSlurm) -> int:
         return 0
 
 
-def _end(cluster: LocalSlurm) -> None:
+def _end(cluster: LocalSlurm, daemons: list[subprocess.Popen[bytes]]) -> None:
     """Cancel every job, end the daemons, kill what has this cluster's configuration in its environment."""
     with contextlib.suppress(subprocess.SubprocessError):
         cluster.call("scancel", "--state=PENDING", "--user=root")
         cluster.call("scancel", "--user=root")
         with contextlib.suppress(AssertionError):
             until(lambda: not cluster.call("squeue", "--noheader"), 15.0)
-    for daemon in reversed(cluster.daemons.values()):
-        daemon.send_signal(signal.SIGTERM)
-    for daemon in cluster.daemons.values():
+    for daemon in reversed(daemons):
+        daemon.terminate()
+    for daemon in daemons:
         try:
             daemon.wait(10)
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()
+    configuration = cluster.environment["SLURM_CONF"]
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == str(
-                cluster.folder / "slurm.conf"
-            ):
+            if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == configuration:
                 process.kill()
-
-
-if __name__ == "__main__":
-    with local_slurm(Path(sys.argv[1]).absolute()) as up:
-        sys.stdout.write(f"export SLURM_CONF={up.folder}/slurm.conf\n")
-        sys.stdout.flush()
-        sys.stdin.read()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -72,18 +73,15 @@ def flat_rows(
     ids: Sequence[str], prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], **arrays: Any
 ) -> Rows:
     """Rows of these tokens; log-probabilities are −2, steps and teachers 0, where `arrays` have none."""
-    count, flat = (
-        sum(map(len, completions)),
-        [part for pair in zip(prompts, completions, strict=True) for part in pair],
-    )
 
     def i4(values: Any) -> Array:
         return pack(np.array(values, "i4"))
 
+    count, flat = sum(map(len, completions)), [*chain(*zip(prompts, completions, strict=True))]
     least = pack(np.full(count, -2.0, "f4"))
     given = {"behavior_logprob": least, "teacher_logprob": least, "token_step": i4([0] * count)}
     given |= {"teacher": i4([0] * len(ids)), "prompt_lens": i4([*map(len, prompts)])}
-    given |= {"completion_lens": i4([*map(len, completions)]), "tokens": i4(np.concatenate([*flat, []]))}
+    given |= {"completion_lens": i4([*map(len, completions)]), "tokens": i4([*chain(*flat)])}
     return Rows(ids=[*ids], **(given | arrays))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -67,12 +68,8 @@ def generated(folder: Path) -> Iterator[tuple[GeneratePrompt, Generated]]:
 
 def _whole(body: bytes) -> Iterator[Generated]:
     """The answers in a body that may be cut."""
-    with_cut = frames(body, Generated)
-    while True:
-        try:
-            yield next(with_cut)
-        except (StopIteration, WireError):
-            return
+    with suppress(WireError):
+        yield from frames(body, Generated)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A teacher given by a table of log-probabilities: exact, in memory, without torch.
+"""A teacher given by a table of log-probabilities: exact, in memory, without torch. And sequences for it.
 
 Letters in shapes: see `teacher_service.engines.base`.
 """
@@ -6,11 +6,12 @@ Letters in shapes: see `teacher_service.engines.base`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
-from sync.wire import Head, pack
+from sync.wire import Head, Scored, ScoreSequence, pack, unpack
 from teacher_service.config import CAPABILITIES
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineCompletion, EnginePrompt, EngineScores, Item, ScoreOptions
@@ -119,3 +120,22 @@ def random_table(vocab: int, seed: int = 0) -> np.ndarray:
     """float32 [V, V] log-probabilities of an arbitrary bigram model."""
     logits = np.random.default_rng(seed).normal(size=(vocab, vocab)) * 2
     return (logits - np.log(np.exp(logits).sum(1, keepdims=True))).astype(np.float32)
+
+
+V = 11
+TABLE = random_table(V)
+
+
+def sequences(n: int, length: int = 6, seed: int = 0) -> list[ScoreSequence]:
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, V, (n, length)).astype(np.int32)
+    return [ScoreSequence(f"{seed}-{i}", pack(ids[i]), 2) for i in range(n)]
+
+
+def right(given: Sequence[ScoreSequence], results: Iterable[Any]) -> bool:
+    """Whether every result is the table's scores of the sequence at its place."""
+    for sequence, result in zip(given, results, strict=True):
+        ids = unpack(sequence.token_ids)
+        assert isinstance(result, Scored)
+        np.testing.assert_array_equal(unpack(result.logprob), TABLE[ids[1:-1], ids[2:]])
+    return True

@@ -92,18 +92,13 @@ class Trace:
     def __init__(self, path: Path) -> None:
         self._module, protos = Module(), ProtoFactory(PlatformDelegate())
         self._rpc = TraceProcessorRpc(self._module, protos)
-        methods = protos.TraceProcessorRpc
-        for method, data in (
-            (methods.TPM_APPEND_TRACE_DATA, path.read_bytes()),
-            (methods.TPM_FINALIZE_TRACE_DATA, None),
+        rpc = protos.TraceProcessorRpc
+        for asked in (
+            rpc(request=rpc.TPM_APPEND_TRACE_DATA, append_trace_data=path.read_bytes()),
+            rpc(request=rpc.TPM_FINALIZE_TRACE_DATA),
         ):
-            stream = protos.TraceProcessorRpcStream()
-            request = stream.msg.add()
-            request.request = method
-            if data is not None:
-                request.append_trace_data = data
-            self._module.send(stream.SerializeToString())
-            answer = methods.FromString(self._rpc._read_payload())
+            self._module.send(protos.TraceProcessorRpcStream(msg=[asked]).SerializeToString())
+            answer = rpc.FromString(self._rpc._read_payload())
             assert not answer.append_result.error, answer.append_result.error
 
     def rows(self, sql: str) -> Iterator[tuple[Any, ...]]:

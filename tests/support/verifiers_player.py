@@ -11,14 +11,14 @@ import random
 import re
 import string
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from played import Played
+from byte_tokenizer import byte_tokenizer
+from episodes import Played
 
 from distill.environments.config import EnvironmentConfig
 from distill.environments.episode import Environment, Episode, Limits, play
@@ -43,15 +43,6 @@ Student = Callable[[str], list[int]]
 def guess_tokenizer() -> Any:
     tokenizer = make_tokenizer(VOCABULARY, r"</s>|[uas]:|higher|lower|\[[0-9]+\]|.", "</s>", "<pad>")
     tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
-
-def chat_tokenizer() -> Any:
-    """One token for each character, chatml's two, and two around a call of a tool."""
-    own = ["<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>"]
-    pattern = "|".join([*map(re.escape, own), r"[\s\S]"])
-    tokenizer = make_tokenizer(["<pad>", *own, *string.printable], pattern, "<|im_end|>", "<pad>")
-    tokenizer.chat_template = CHATML.read_text()
     return tokenizer
 
 
@@ -133,10 +124,7 @@ async def guesses() -> dict[str, Any]:
             student = bisecting(random.Random(episode), **shares)
             return await played(environment, tokenizer, f"0:{episode}:0", task, student)
 
-        await one(-1, 0)
-        begun = time.process_time()
         many = await asyncio.gather(*(one(i, i, spelled=0.3, sloppy=0.2) for i in range(50)))
-        cpu = time.process_time() - begun
         clean = [await one(100 + i, i % 5, spelled=float(i >= 5)) for i in range(10)]
         random.seed(5)
         drawn = random.random()
@@ -151,7 +139,6 @@ async def guesses() -> dict[str, Any]:
         return {
             "tasks": environment.tasks,
             "many": many,
-            "milliseconds": 1e3 * cpu / sum(len(one["own"]) for one in many),
             "clean": clean,
             "randomness untouched": untouched,
             "same again": first == again,
@@ -175,7 +162,7 @@ async def wrongs() -> dict[str, Any]:
 
 
 async def sums() -> dict[str, Any]:
-    tokenizer = chat_tokenizer()
+    tokenizer = byte_tokenizer(CHATML.read_text(), names=("<tool_call>", "</tool_call>"))
 
     def call(name: str, **arguments: Any) -> str:
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
@@ -241,9 +228,6 @@ async def one_turn() -> dict[str, Any]:
 
 
 async def main() -> None:
-    if sys.argv[1:]:  # one part, by its name
-        sys.stdout.write(json.dumps(await globals()[sys.argv[1]]()))
-        return
     facts = {"guesses": await guesses(), "wrongs": await wrongs(), "sums": await sums()}
     facts["toy"], facts["one turn"] = await toy(), await one_turn()
     facts["torch"] = "torch" in sys.modules

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from in_memory import MemoryTeacher
 from ports import free_port, silent
-from scored_sequences import TABLE, V, right, sequences
 from served_teacher import serving
-from table_engine import GatedEngine
+from table_engine import TABLE, GatedEngine, V, right, sequences
 
 from distill import scoring
 from distill.scoring import Asked, ask, until_answered

@@ -68,7 +68,7 @@ async def test_reverse_kl_is_the_mean_over_tokens_of_the_full_sum_however_reques
     monkeypatch.setattr(evaluating, "HIDDEN_BYTES", positions * 4 * 16)
     teacher = Teacher(models / "teacher")
     found = await evaluated(evaluator(models, teacher, Replica(models / "student")))
-    assert (teacher.requests > 8) == (positions == 3)
+    assert (len(teacher.requests) > 8) == (positions == 3)
     rows = lines(models)
     assert [row["completion"] for row in rows] == [
         letter_tokenizer().decode(row["token_ids"]) for row in rows
@@ -92,13 +92,13 @@ async def test_the_teacher_completes_the_held_out_prompts_once_for_all_versions(
 
 
 async def test_a_teacher_that_generates_nothing_leaves_no_reference(models: Path) -> None:
-    teacher = Teacher(models / "teacher", hidden=False)
+    teacher = Teacher(models / "teacher", can=["topk"])
     assert (await evaluated(evaluator(models, teacher, Replica(models / "student")))).reference is None
     assert teacher.completed == []
 
 
 async def test_without_hidden_states_it_is_estimated_from_the_sampled_tokens(models: Path) -> None:
-    teacher = Teacher(models / "teacher", hidden=False)
+    teacher = Teacher(models / "teacher", can=["topk"])
     found = await evaluated(evaluator(models, teacher, Replica(models / "student")))
     _, sampled_R, tokens_R = by_hand(models).T
     ratio = sampled_R.sum() / tokens_R.sum()

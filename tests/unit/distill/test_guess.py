@@ -11,8 +11,8 @@ import episodes
 import numpy as np
 import pytest
 import torch
+from episodes import Played
 from in_memory import MemoryReplica
-from played import Played
 
 from distill import quickstart
 from distill.config.loading import load

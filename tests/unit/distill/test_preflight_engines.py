@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from episodes import GuessEnvironment
+from evaluated_models import Teacher
 from in_memory import MemoryReplica
 from msgspec.structs import replace
 from small_config import make_config
@@ -33,11 +34,7 @@ from sync.base import tokenizers
 from sync.base.errors import ConfigError
 from sync.base.tokenizers import load_tokenizer
 from sync.wire import ScoreSequence, pack, unpack
-from teacher_service.client import Reply
 from teacher_service.config import CAPABILITIES
-from teacher_service.engines import build
-from teacher_service.engines.base import Engine, Item, ScoreOptions
-from teacher_service.messages import describe
 
 REWARDED = {"type": "topk", "k": 4, "task": {}}
 DEEPSPEED = Path(__file__).parents[3] / "configs/deepspeed/zero3_cpu.json"
@@ -71,36 +68,8 @@ def configure(models: Path, **sections: dict[str, Any]) -> RunConfig:
     return make_config(**{**base, **sections})
 
 
-class Teacher:
-    """A teacher's engine without its process; `info` may be told to differ."""
-
-    def __init__(self, config: RunConfig, **engine_info: Any) -> None:
-        tokenizer = load_tokenizer(config.teachers["t"])
-        self.engine: Engine = build(config.teachers["t"], len(tokenizer.get_vocab()))
-        self.engine_info = describe("t", self.engine.engine_info, tokenizer)
-        self._told = engine_info
-        self.scored = 0
-
-    name, pause = "t", 0.0
-
-    async def info(self, timeout: float | None = None) -> wire.TeacherInfo:
-        return replace(self.engine_info, **self._told)
-
-    first_info = info
-
-    async def head(self) -> wire.Head:
-        return self.engine.head()
-
-    async def score(
-        self, sequences: list[ScoreSequence], want: wire.Want, limit: float
-    ) -> Reply[wire.Scored]:
-        self.scored += len(sequences)
-        items = [Item(unpack(one.token_ids), one.start) for one in sequences]
-        flat = self.engine.score(items, ScoreOptions(hidden=want.hidden))
-        ends = np.cumsum([item.positions for item in items])[:-1]
-        hidden = [None] * len(items) if flat.hidden_CH is None else map(pack, np.split(flat.hidden_CH, ends))
-        parts = zip(sequences, np.split(flat.logprob_C, ends), hidden, strict=True)
-        return Reply([wire.Scored(one.id, pack(part), hidden=states) for one, part, states in parts], "here")
+def teacher_of(config: RunConfig, **told: Any) -> Teacher:
+    return Teacher(Path(config.teachers["t"].path), **told)
 
 
 class Evaluator:
@@ -158,7 +127,7 @@ async def test_first_prompts_of_an_environment_are_what_is_probed(models: Path) 
     sections = {"prompts": prompts, "environments": {"e": {"environment": "a:b", "max_tokens": 40}}}
     config = configure(models, **sections)
     game = Game(load_tokenizer(config.student))
-    said = await findings(config, Teacher(config), Evaluator(config), environments={"e": game})
+    said = await findings(config, teacher_of(config), Evaluator(config), environments={"e": game})
     assert failed(said) == []
     assert [one.check for one in said][:4] == [
         "environment e: same tokenizer", "environment e: tasks", "environment e: first prompts", "length",
@@ -167,14 +136,14 @@ async def test_first_prompts_of_an_environment_are_what_is_probed(models: Path) 
     assert game.begun
     assert not game.games, "what was begun is ended"
     other = Game(load_tokenizer(config.student), tasks=9, fingerprint="0" * 96)
-    said = await findings(config, Teacher(config), environments={"e": other})
+    said = await findings(config, teacher_of(config), environments={"e": other})
     assert failed(said) == ["environment e: same tokenizer", "environment e: tasks"]
     assert len(said) == 2, "nothing else can be checked"
 
 
 async def test_sound_engines_pass_every_check(models: Path) -> None:
     config = configure(models)
-    said = await findings(config, Teacher(config), Evaluator(config))
+    said = await findings(config, teacher_of(config), Evaluator(config))
     assert failed(said) == []
     assert [one.check.removeprefix("teacher t: ") for one in said] == [
         "length", "same tokenizer", "same chat template", "capabilities", "length", "scores repeat",
@@ -185,7 +154,7 @@ async def test_sound_engines_pass_every_check(models: Path) -> None:
 
 async def test_an_objective_is_probed_with_its_term_of_the_ends(models: Path) -> None:
     configs = [configure(models, objective={"type": "full", "ends": weight}) for weight in (0.0, 100.0)]
-    without, with_it = [await findings(config, Teacher(config), Evaluator(config)) for config in configs]
+    without, with_it = [await findings(config, teacher_of(config), Evaluator(config)) for config in configs]
     assert failed(with_it) == []
     assert without[-1].check == "teacher t: the gradient depends on the teacher"
     assert with_it[-1].figure != without[-1].figure
@@ -193,16 +162,16 @@ async def test_an_objective_is_probed_with_its_term_of_the_ends(models: Path) ->
 
 async def test_another_vocabulary_is_reported_before_any_score_is_requested(models: Path) -> None:
     config = configure(models)
-    stranger = Teacher(config, tokenizer_fingerprint="0" * 96)
+    stranger = teacher_of(config, tokenizer_fingerprint="0" * 96)
     said = await findings(config, stranger, Evaluator(config))
     assert failed(said) == ["teacher t: same tokenizer"]
-    assert stranger.scored == 0
+    assert stranger.requests == []
 
 
 async def test_a_teacher_that_serves_other_weights_than_configured_is_caught(models: Path) -> None:
     config = configure(models)
     other = configure(models, teachers={"t": {"path": str(models / "other"), "dtype": "float32"}})
-    said = await findings(config, Teacher(other), Evaluator(config))
+    said = await findings(config, teacher_of(other), Evaluator(config))
     assert failed(said) == ["teacher t: equals a plain forward pass"]
 
 
@@ -213,7 +182,7 @@ async def test_a_teacher_too_large_to_load_is_not_shown_to_be_right_and_its_grad
     monkeypatch.setattr(probes, "free_bytes", lambda device: 4 << 20)
     config = configure(models)
     other = configure(models, teachers={"t": {"path": str(models / "other"), "dtype": "float32"}})
-    teacher = Teacher(other) if hidden else Teacher(other, can=["topk"])
+    teacher = teacher_of(other) if hidden else teacher_of(other, can=["topk"])
     if not hidden:
         config = config.model_copy(update={"objective": TopK(type="topk", k=4)})
     said = await findings(config, teacher, Evaluator(config, t=teacher))
@@ -227,14 +196,14 @@ async def test_a_teacher_too_large_to_load_is_not_shown_to_be_right_and_its_grad
 
 async def test_a_teacher_that_is_the_student_teaches_nothing(models: Path) -> None:
     config = configure(models, teachers={"t": {"path": str(models / "student"), "dtype": "float32"}})
-    said = await findings(config, Teacher(config), Evaluator(config))
+    said = await findings(config, teacher_of(config), Evaluator(config))
     assert failed(said) == ["teacher t: the gradient depends on the teacher"]
     follower = {"path": str(models / "student"), "dtype": "float32", "follow_student_every": 2}
     follows = configure(models, teachers={"t": follower}, objective={"type": "topk", "k": 4})
-    said = await findings(follows, Teacher(config), Evaluator(follows))
+    said = await findings(follows, teacher_of(config), Evaluator(follows))
     assert failed(said) == []  # it will come to differ
     rewarded = configure(models, teachers={"t": config.teachers["t"].model_dump()}, objective=REWARDED)
-    said = await findings(rewarded, Teacher(config), Evaluator(rewarded))
+    said = await findings(rewarded, teacher_of(config), Evaluator(rewarded))
     assert failed(said) == []  # it keeps the student near its start
 
 
@@ -280,16 +249,16 @@ async def test_what_the_objective_needs_and_the_teacher_lacks_is_said(
 ) -> None:
     config = configure(models, objective=objective, evaluation=None)
     config = config.with_(rollout={"temperature": 0.5 if objective is HOT else 1.0})
-    said = await findings(config, Teacher(config, **lacks))
+    said = await findings(config, teacher_of(config, **lacks))
     assert failed(said) == ["teacher t: capabilities"]
     assert says in said[-2].line
-    assert failed(await findings(config, Teacher(config, **enough))) == []
+    assert failed(await findings(config, teacher_of(config, **enough))) == []
 
 
 async def test_a_context_that_is_too_short_is_caught_on_either_side(models: Path) -> None:
     student = {"path": str(models / "student"), "engine_args": {"max_model_len": 20}}
     config = configure(models, student=student)
-    said = await findings(config, Teacher(config, max_length=21))
+    said = await findings(config, teacher_of(config, max_length=21))
     assert failed(said) == ["length", "teacher t: length"]
 
 
@@ -316,7 +285,7 @@ async def test_rollouts_are_compared_with_a_plain_forward_pass(models: Path) -> 
         off = 0.5
 
     for replica, wrong in ((Honest(), []), (Hot(), ["rollout engine agrees"])):
-        said = await findings(config, Teacher(config), bench, replicas={"r": replica})
+        said = await findings(config, teacher_of(config), bench, replicas={"r": replica})
         assert failed(said) == wrong
 
 

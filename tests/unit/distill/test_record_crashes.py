@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import fill, free
+from disks import PAGE, fill, free, mounted, power_cut
 from in_memory import MemoryTrainer
-from power_cut import PAGE, power_cut
 from random_history import PLAIN, History, differences, opened, scored, seen
-from tmpfs import mounted
 
 from distill.record.audit import audit
 from distill.record.load import load

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 from command import left
-from faults import fill, free
+from disks import fill, free, mounted
 from ports import Handler, served
 from small_config import make_config, run_of_letters
-from tmpfs import mounted
 
 from distill.launch.run import _Launcher
 from distill.launch.supervise import ChildSpec

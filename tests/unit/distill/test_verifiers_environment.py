@@ -13,8 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
-from ports import free_port
+from ports import free_port, healthy
 from verifiers_player import bisecting, guess_tokenizer, played
+from waiting import until
 
 from distill.environments.client import EnvironmentClient
 from distill.environments.config import EnvironmentConfig, EnvironmentService
@@ -22,7 +23,6 @@ from distill.tasks import calculate
 from sync.base.errors import Unreachable
 from sync.base.own_code import CODE_VARIABLE
 from sync.base.settings import ModelSource
-from sync.wire.client import Peer
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-environments/bin/python"
@@ -55,7 +55,7 @@ def environments_tokens(episode: Facts) -> list[list[int]]:
 
 
 def test_the_tokens_of_fifty_episodes_at_once_are_those_that_the_student_sampled(
-    facts: Facts, capsys: pytest.CaptureFixture[str]
+    facts: Facts,
 ) -> None:
     many = facts["guesses"]["many"]
     assert [one["error"] for one in many] == [None] * 50
@@ -66,8 +66,6 @@ def test_the_tokens_of_fifty_episodes_at_once_are_those_that_the_student_sampled
     higher, lower = [2, 5, 3], [2, 6, 3]
     assert all(one["prompt"] == [2, 7, 3] for one in many)
     assert all(tokens in (higher, lower) for one in many for tokens in environments_tokens(one))
-    with capsys.disabled():
-        print(f"\n  verifiers: {facts['guesses']['milliseconds']:.1f} ms of processor time a turn")  # noqa: T201
 
 
 def test_an_answer_in_other_tokens_than_the_tokenizer_makes_stays_as_it_was_sampled(facts: Facts) -> None:
@@ -179,17 +177,10 @@ def serve(folder: Path, environment: str, **options: Any) -> tuple[subprocess.Po
     return subprocess.Popen(argv, env=ENV, stderr=subprocess.PIPE, text=True), f"http://127.0.0.1:{port}"
 
 
-async def up(url: str, child: subprocess.Popen[str]) -> None:
-    async with Peer(url) as peer:
-        while not await peer.alive():
-            assert child.poll() is None
-            await asyncio.sleep(0.2)
-
-
 async def test_an_environment_service_plays_it_for_a_run(tmp_path: Path) -> None:
     child, url = serve(tmp_path, "textarena_guess")
     try:
-        await up(url, child)
+        until(lambda: healthy(url), process=child)
         async with EnvironmentClient("e", [url]) as client:
             episode = await played(client, guess_tokenizer(), "0:0:0", 3, bisecting(random.Random(0)))
             assert (await client.info()).tasks is None
@@ -206,7 +197,7 @@ async def test_a_service_whose_tools_die_ends_to_be_started_again(tmp_path: Path
     child, url = serve(tmp_path, "calculator", agent={"runtime": {"type": "subprocess"}})
     servers: list[psutil.Process] = []
     try:
-        await up(url, child)
+        until(lambda: healthy(url), process=child)
         servers = psutil.Process(child.pid).children()
         (calculator,) = (one for one in servers if "calculator" in " ".join(one.cmdline()))
         calculator.kill()

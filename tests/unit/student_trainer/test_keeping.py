@@ -15,11 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import disk_order
 import pytest
 import torch
+from disks import noted, power_cut
 from plain_step import ALONE, Meeting, Together
-from power_cut import power_cut
 
 from student_trainer import checkpoint
 from student_trainer import checkpoint_files as files
@@ -379,7 +378,7 @@ def test_every_name_of_a_checkpoint_is_on_disk_before_latest_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a power cut may leave is what was forced: files before the rename, names before `latest`."""
-    order = disk_order.noted(tmp_path, monkeypatch)
+    order = noted(tmp_path, monkeypatch)
     saved(tmp_path / "checkpoints", 2)
     partial = "checkpoints/.partial-L000-v00000002"
     moved = order.index(f"rename {partial}")

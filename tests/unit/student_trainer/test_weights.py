@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import BALLAST, free
+from disks import BALLAST, free, mounted
 from flat_tensors import digests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory_store import MemoryStore
 from plain_step import ALONE
 from routed_models import PUBLISHED, build
-from tmpfs import mounted
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast

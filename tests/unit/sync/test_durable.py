@@ -9,12 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import disk_order
+import disks
 import numpy as np
 import pytest
-from faults import fill, free
+from disks import fill, free, mounted
 from published import bits_of, publisher_of, saved
-from tmpfs import mounted
 
 from sync.base import durable
 from sync.base.durable import append, is_full, until_disk_space
@@ -27,7 +26,7 @@ from sync.wire import Version
 
 @pytest.fixture
 def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    return disk_order.noted(tmp_path, monkeypatch)
+    return disks.noted(tmp_path, monkeypatch)
 
 
 def test_every_new_folder_has_its_name_on_disk(tmp_path: Path, order: list[str]) -> None:

@@ -7,9 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 from ports import free_port, refusing, silent
-from scored_sequences import TABLE, V, right, sequences
 from served_teacher import serving
-from table_engine import GatedEngine
+from table_engine import TABLE, GatedEngine, V, right, sequences
 
 from sync.base.errors import ConfigError, Overloaded, TooLarge, Unreachable, WrongServer
 from sync.wire import RunIdentity, ScoreRefused, ScoreSequence, pack, unpack
