@@ -274,12 +274,14 @@ def limit_table(limit: Figures, ours: Figures) -> list[str]:
 
 
 def typical_batch(run_dir: Path, config: RunConfig) -> list[Rollout]:
-    """As many neighbours in the order of scoring as a batch has, with as many tokens as is usual behind the
-    first quarter of a run."""
+    """As many neighbours in the order of scoring as a batch has, nearest to the mean behind the first quarter
+    of a run in tokens of completions and of whole rows."""
     size, rollouts = config.rollout.batch, rollouts_of(run_dir)
-    batches = [rollouts[i : i + size] for i in range(len(rollouts) // 4, len(rollouts) - size + 1, size)]
-    totals = [sum(rollout.length for rollout in batch) for batch in batches]
-    return batches[min(range(len(batches)), key=lambda i: abs(totals[i] - mean(totals)))]
+    lengths_R2 = np.array([(rollout.length, len(unpack(rollout.prompt))) for rollout in rollouts])
+    first, sums_R2 = len(rollouts) // 4, np.concatenate([np.zeros((1, 2)), lengths_R2.cumsum(0)])
+    tokens_B2 = (sums_R2[first + size :] - sums_R2[first:-size]) / lengths_R2[first:].mean(0) / size
+    start = first + int(np.abs(tokens_B2 - 1).sum(1).argmin())
+    return rollouts[start : start + size]
 
 
 def computed(run_dir: Path, rounds: int) -> Figures:
