@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -44,11 +45,9 @@ async def until_done(run: Controller, trainer: Dying, deaths: int = 100) -> dict
     try:
         async with asyncio.timeout(600):
             while trainer.deaths < deaths:
-                try:
+                with suppress(Died):
                     assert isinstance(await trainer.run(), Stop)
                     return await running
-                except Died:
-                    continue
             return None
     finally:
         await cancel([running])

@@ -88,9 +88,7 @@ def trained_at(limit: int, duration: int) -> int | None:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 4, 8])
-def test_a_long_rollout_is_trained_in_the_step_it_arrives_in_whatever_short_ones_are_there(
-    limit: int,
-) -> None:
+def test_a_long_rollout_is_trained_in_the_step_it_arrives_in_among_short_ones(limit: int) -> None:
     for duration in range(1, limit + 1):
         assert trained_at(limit, duration) == duration
 

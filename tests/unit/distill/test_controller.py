@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from distill.metrics.samples import Quarantine
 from distill.metrics.summary import complete as completed
 from distill.prompts.stream import Prompt, PromptStream, group_of
 from distill.record.audit import AuditReport
+from distill.record.changes import Checkpointed
 from distill.record.reader import ask
 from distill.record.store import Store
 from distill.scoring import seed_of
@@ -160,6 +161,14 @@ async def test_a_version_that_was_broadcast_is_recorded_again_when_it_is_in_the_
     assert state.counters.published == 1
 
 
+async def test_a_trainer_without_a_checkpoint_though_one_is_on_record_is_told_of(controller, caplog) -> None:
+    run, hello = controller(), wire.TrainerHello(1, None, "model", "test")
+    await run.session.hello(hello)
+    run.record.write(Checkpointed(Version(0, 2), "c"))
+    await run.session.hello(hello)
+    assert "no checkpoint is left, though L000-v00000002 is on record" in caplog.text
+
+
 async def test_a_stop_lets_the_trainer_save_and_leave(controller, config) -> None:
     run = controller(config(run={"steps": 1000}))
     trainer = MemoryTrainer(run.session, step_seconds=0.005)
@@ -175,9 +184,7 @@ async def test_a_stop_lets_the_trainer_save_and_leave(controller, config) -> Non
 
 
 @pytest.mark.parametrize("with_controller", [False, True])
-async def test_a_restarted_trainer_gets_the_same_batches_again(
-    controller, config, with_controller: bool
-) -> None:
+async def test_a_restarted_trainer_gets_the_same_batches(controller, config, with_controller: bool) -> None:
     """From a controller that went on, or that was killed with it and goes on from its record."""
     settings = config(run={"steps": 12})
     run = controller(settings)
@@ -267,10 +274,10 @@ Moment = Callable[[Controller, MemoryTrainer], bool]
 
 
 async def slow_run(
-    controller: Any, config: Any, late: dict[str, Any], moment: Moment, **sections: Any
+    controller: Any, config: Any, late: dict[str, Any], moment: Moment
 ) -> tuple[dict[str, Any], Controller, MemoryTrainer]:
     """A run of 12 steps whose prompt 0:5:0, begun at version 0, is written at `moment`."""
-    more = {"rollout": {"request_size": 1}, "evaluation": {"every": 0}, **sections}
+    more = {"rollout": {"request_size": 1}, "evaluation": {"every": 0}}
     settings = config(run={"steps": 12}, buffer={"late": late}, **more)
     replica = OneSlow()
     replica.release = asyncio.Event()
@@ -314,15 +321,12 @@ async def test_what_is_later_than_it_may_be_is_dropped(controller, config, late:
     assert audited(run, trainer).ok
 
 
-async def test_a_late_rollout_has_a_weighted_place_in_the_next_batch_on_record_and_handed_out_again(
-    controller, config
-) -> None:
-    late, kept = {"type": "freshness", "hard_limit": 39, "half_life": 8.0}, {"keep_checkpoints": 9}
-    summary, run, trainer = await slow_run(controller, config, late, after_five_steps, trainer=kept)
-    (version,) = [v for v, shares in trainer.batches.items() if "0:5:0" in ids_of(shares)]
-    age = version.step
+async def test_a_late_rollout_has_a_weighted_place_in_the_next_batch(controller, config) -> None:
+    late = {"type": "freshness", "hard_limit": 39, "half_life": 8.0}
+    summary, run, trainer = await slow_run(controller, config, late, after_five_steps)
+    of_batches = [(v.step, weights_of_rows(shares)) for v, shares in trainer.batches.items()]
+    ((age, weights),) = [(age, weights) for age, weights in of_batches if "0:5:0" in weights]
     assert 5 <= age <= 39
-    weights = weights_of_rows(trainer.batches[version])
     assert weights["0:5:0"] == pytest.approx(2 ** ((2 - age) / 8.0))
     assert {w for name, w in weights.items() if name != "0:5:0"} == {1.0}
     assert summary["rollout"]["late"] == 1
@@ -331,26 +335,13 @@ async def test_a_late_rollout_has_a_weighted_place_in_the_next_batch_on_record_a
     assert report.ok
     assert (report.late, report.oldest) == (1, age)
 
-    resumed = controller(run.config.with_(run={"steps": 13}))
-    again = MemoryTrainer(resumed.session)
-    await to_the_end(resumed, again)
-    for old, shares in trainer.batches.items():
-        replayed = again.batches[Version(1, old.step)]
-        assert [share.micro_batches for share in replayed] == [share.micro_batches for share in shares]
-
-
-def ids_of(shares: list[TrainBatch]) -> list[str]:
-    return [name for rows in rows_in(shares) for name in rows.ids]
-
 
 def weights_of_rows(shares: list[TrainBatch]) -> dict[str, float]:
     pairs = [(rows.ids, unpack(rows.weight)) for rows in rows_in(shares) if rows.weight is not None]
     return {name: float(weight) for ids, weights in pairs for name, weight in zip(ids, weights, strict=True)}
 
 
-async def test_batches_are_whole_groups_and_every_row_carries_its_groups_mean_reward(
-    controller, config
-) -> None:
+async def test_batches_are_whole_groups_and_every_row_has_its_groups_mean_reward(controller, config) -> None:
     """One completion of every fifth prompt is spoiled: its group goes, the others are whole."""
 
     def spoil(answer: Generated) -> Generated:
@@ -367,24 +358,20 @@ async def test_batches_are_whole_groups_and_every_row_carries_its_groups_mean_re
     summary, trainer = await ended(run, ranks=2)
     assert summary["steps"] == 12
     for shares in trainer.batches.values():
-        assert set(Counter(group_of(name) for name in ids_of(shares)).values()) == {4}
-        rewards: dict[str, list[float]] = {}
-        baselines: dict[str, set[float]] = {}
+        groups = defaultdict[str, list[tuple[float, float]]](list)
         for rows in rows_in(shares):
-            values = zip(rows.ids, unpack(rows.reward), unpack(rows.baseline), strict=True)
-            for name, reward, baseline in values:
-                rewards.setdefault(group_of(name), []).append(float(reward))
-                baselines.setdefault(group_of(name), set()).add(float(baseline))
-        assert baselines == {group: {sum(found) / 4} for group, found in rewards.items()}
+            for name, *of in zip(rows.ids, unpack(rows.reward), unpack(rows.baseline), strict=True):
+                groups[group_of(name)].append(tuple(of))
+        for pairs in groups.values():
+            assert len(pairs) == 4
+            assert {baseline for _, baseline in pairs} == {sum(reward for reward, _ in pairs) / 4}
     dropped = summary["rollout"]["dropped"]
     assert dropped["unusable"] > 0
     assert dropped["group_broken"] > 0
     assert audited(run, trainer).ok
 
 
-async def test_half_of_a_run_is_generated_by_the_teacher_and_all_of_it_is_accounted_for(
-    controller, config, tmp_path: Path
-) -> None:
+async def test_half_of_a_run_is_the_teachers_and_all_is_accounted_for(controller, config, tmp_path) -> None:
     replica, teacher = MemoryReplica(), MemoryTeacher()
     run = controller(
         config(objective={"type": "sft", "on_policy": 0.5}, buffer={"max_staleness": 0}),
@@ -423,9 +410,7 @@ async def test_one_of_both_generates_everything(controller, config, objective: s
     assert all((rows.by_teacher is None) == (share == 0) for rows in trainer.rows if rows.ids)
 
 
-async def test_a_prompt_that_its_teacher_refuses_is_dropped_and_another_takes_its_place(
-    controller, config
-) -> None:
+async def test_a_prompt_that_its_teacher_refuses_is_dropped_and_another_issued(controller, config) -> None:
     teacher = MemoryTeacher(refuses=lambda name: name.startswith("0:1"))
     run = controller(config(objective={"type": "sft"}), teachers={"t": teacher})
     summary = await to_the_end(run)
@@ -472,9 +457,7 @@ async def by_reference(controller, config, **sections: Any) -> tuple[MemoryTrain
     return trainer, teacher, await to_the_end(run, trainer)
 
 
-async def test_a_trainer_gets_the_same_rows_whether_scores_are_kept_or_inline(
-    controller, config, tmp_path: Path
-) -> None:
+async def test_a_trainer_gets_the_same_rows_with_scores_kept_or_inline(controller, config, tmp_path) -> None:
     trainer, _, summary = await by_reference(controller, config)
     assert summary["completed"]
     assert check(tmp_path, trainer.ledger).ok
@@ -502,9 +485,7 @@ async def test_scores_are_released_when_a_checkpoint_makes_their_step_safe(contr
     assert released == dict.fromkeys(range(8), 8), "all rows of the steps before the last checkpoint but one"
 
 
-async def test_what_was_kept_before_a_restart_of_teacher_and_controller_is_scored_again(
-    controller, config
-) -> None:
+async def test_what_was_kept_before_teacher_and_controller_ended_is_scored_again(controller, config) -> None:
     want, teacher = Want(topk=2), MemoryTeacher()
     settings = config(buffer={"scores": "reference"}, run={"steps": 12})
     first = controller(settings, teachers={"t": teacher}, want=want)
@@ -531,8 +512,11 @@ async def test_the_error_of_a_part_is_raised_as_it_is_not_in_a_group(controller)
 
 
 async def test_a_reward_fn_that_fails_costs_the_rollout_and_not_the_run(controller) -> None:
+    failed: list[tuple[list[int], list[int]]] = []
+
     def reward_fn(prompt: Prompt, completion: list[int]) -> float:
         if prompt.id == "0:3:0":
+            failed.append((prompt.token_ids, completion))
             raise DataError(f"the reward_fn cannot read {prompt.id}")
         return 1.0
 
@@ -540,7 +524,8 @@ async def test_a_reward_fn_that_fails_costs_the_rollout_and_not_the_run(controll
     run = controller(reward_fn=reward_fn, hooks=Hooks(quarantined=quarantine.append))
     summary = await to_the_end(run)
     assert (summary["completed"], summary["error"]) == (True, None)
-    assert [(one.id, one.reason) for one in quarantine] == [("0:3:0", "function_failed")]
+    told = [(one.id, one.reason, (one.prompt, one.tokens)) for one in quarantine]
+    assert told == [("0:3:0", "function_failed", *failed)]
 
 
 async def test_a_reward_fn_that_always_fails_ends_the_run_with_its_words(controller, config) -> None:
@@ -568,9 +553,7 @@ async def test_what_a_user_wrote_and_fails_in_an_evaluation_ends_the_run_with_a_
     assert trainer.checkpoint == Version(0, summary["steps"])
 
 
-async def test_a_run_that_the_guard_paused_stays_paused_when_the_disk_has_room_again(
-    controller, config
-) -> None:
+async def test_a_run_that_the_guard_paused_stays_paused_when_the_disk_has_room(controller, config) -> None:
     run = controller(config(guard={"max_grad_norm": 1.0, "patience": 1}))
     run._bad_steps("step 3: grad_norm is 9")
     run.pause("disk", "runs has less than run.min_free_disk_gib = 1 GiB free")

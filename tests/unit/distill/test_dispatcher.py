@@ -65,7 +65,8 @@ class Bench:
         **config: Any,
     ) -> None:
         rules, prompts = Rules(8, Bound(1, 1), group=group), PromptStream(source or MemoryPrompts(), 0, group)
-        self.record = begun(Store(folder, "never"), prompts, rules)
+        self.record, self.quarantined = begun(Store(folder, "never"), prompts, rules), list[Quarantine]()
+        self.record._events.on(Quarantine, self.quarantined.append)
         settings = make_config(
             rollout={"max_in_flight": 64, "stall_timeout_seconds": 0.0, **config}, run={"steps": steps}
         )
@@ -229,9 +230,7 @@ async def test_what_the_time_limit_ends_is_kept_in_part_dropped_or_asked_again(
 
 
 @pytest.mark.parametrize("policy", ["drop", "requeue"])
-async def test_what_the_token_limit_ends_is_dropped_or_asked_again_unless_it_is_kept(
-    tmp_path: Path, policy: str
-) -> None:
+async def test_what_the_token_limit_ends_is_dropped_or_asked_again_unless_kept(tmp_path, policy: str) -> None:
     bench = await Bench(
         tmp_path, MemoryReplica(seed=1, longest=4), max_tokens=4, on_max_tokens=policy
     ).finishes()
@@ -239,18 +238,8 @@ async def test_what_the_token_limit_ends_is_dropped_or_asked_again_unless_it_is_
     counters = bench.record.state.counters
     counted = counters.dropped if policy == "drop" else counters.requeued
     assert counted["over_long"] > 0
+    assert len(bench.quarantined) == counters.dropped["over_long"]
     assert counters.generated_tokens == 4 * counted["over_long"]
-
-
-async def test_a_prompt_that_always_reaches_a_limit_is_dropped_after_its_attempts(tmp_path: Path) -> None:
-    def lengthen(answer: Generated) -> Answer:
-        return msgspec.structs.replace(answer, finish_reason="length") if answer.id == "0:3:0" else answer
-
-    bench = await Bench(
-        tmp_path, MemoryReplica(spoil=lengthen), on_max_tokens="requeue", max_tokens=9
-    ).finishes()
-    assert bench.record.state.counters.requeued == {"over_long": 5}
-    assert bench.record.state.counters.dropped == {"over_long": 1}
 
 
 async def test_a_completion_of_a_broken_group_is_not_scored(tmp_path: Path) -> None:
@@ -279,44 +268,43 @@ async def test_a_refused_request_is_sent_again(tmp_path: Path, error: RemoteErro
     assert bench.record.state.counters.requeued == {reason: 4}
 
 
-def spoiled(name: str, change: Callable[[Generated], Answer]) -> MemoryReplica:
-    return MemoryReplica(spoil=lambda answer: change(answer) if answer.id == name else answer)
+def spoiled(name: str, change: Callable[[Generated], Answer], times: int = 99) -> MemoryReplica:
+    """A replica whose first answers to one prompt are changed."""
+    left = [change] * times
+    return MemoryReplica(spoil=lambda answer: left.pop()(answer) if left and answer.id == name else answer)
 
 
 def fail(answer: Generated) -> Answer:
     return GenerateFailed(id=answer.id, error="prompt is too long")
 
 
+def abort(answer: Generated) -> Answer:
+    return msgspec.structs.replace(answer, finish_reason="abort")
+
+
+def cut_off(answer: Generated) -> Answer:
+    return msgspec.structs.replace(answer, finish_reason="length")
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"), [(fail, "engine_failed"), (with_nan, "unusable"), (without_tokens, "empty")]
+    ("change", "times", "requeued", "dropped"),
+    [
+        (fail, 1, {}, {"engine_failed": 1}),
+        (with_nan, 1, {"unusable": 1}, {}),
+        (with_nan, 99, {"unusable": 5}, {"unusable": 1}),
+        (without_tokens, 1, {}, {"empty": 1}),
+        (abort, 1, {"aborted": 1}, {}),
+        (cut_off, 99, {"over_long": 5}, {"over_long": 1}),
+    ],
 )
-async def test_a_completion_that_cannot_be_used_is_dropped_with_a_reason(
-    tmp_path: Path, change: Callable[[Generated], Answer], reason: str
+async def test_a_completion_that_cannot_be_used_is_asked_again_or_dropped_with_a_reason(
+    tmp_path, change: Any, times: int, requeued: dict[str, int], dropped: dict[str, int]
 ) -> None:
-    bench = await Bench(tmp_path, spoiled("0:3:0", change)).finishes()
-    assert bench.record.state.counters.dropped == {reason: 1}
-    assert bench.record.state.counters.issued == 17
-
-
-async def test_a_completion_that_was_broken_off_is_asked_again(tmp_path: Path) -> None:
-    broken: list[str] = []
-
-    def abort_once(answer: Generated) -> Answer:
-        broken.append(answer.id)
-        return msgspec.structs.replace(answer, finish_reason="abort") if len(broken) == 1 else answer
-
-    bench = await Bench(tmp_path, spoiled("0:3:0", abort_once)).finishes()
-    assert broken == ["0:3:0", "0:3:0"]
-    assert bench.record.state.counters.requeued == {"aborted": 1}
-
-
-async def test_a_paused_dispatcher_starts_nothing(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, MemoryReplica())
-    bench.dispatcher.paused.add("disk")
-    async with bench.running():
-        await bench.until(lambda: bool(bench.pool.serving()))
-        await asyncio.sleep(LONG)
-        assert bench.record.state.counters.issued == 0
+    replica = spoiled("0:3:0", change, times)
+    bench = await Bench(tmp_path, replica, on_max_tokens="requeue", max_tokens=9).finishes()
+    counters = bench.record.state.counters
+    assert (counters.requeued, counters.dropped) == (requeued, dropped)
+    assert counters.issued == 16 + len(dropped)
 
 
 async def test_every_completion_is_rewarded_before_it_is_scored(tmp_path: Path) -> None:
@@ -351,7 +339,7 @@ async def test_completions_of_an_evaluation_go_to_its_replica_alone_and_count_fo
         await bench.until(lambda: pin.replica.in_flight == 8)
         assert (pin.replica.evaluating, bench.dispatcher._hopeless()) == (8, 0)
         answers = [answer for answer, _ in await asyncio.gather(*completions)]
-    assert bench.record.state.outstanding == outstanding == 0
+    assert bench.record.state.outstanding == outstanding == bench.record.state.counters.issued == 0
     assert not other.served
     assert [len(request.prompts) for request in first.served] == [4, 4, 2]
     assert {request.sampling.max_tokens for request in first.served} == {5}

@@ -12,15 +12,17 @@ import string
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from ports import free_port
+from ports import free_port, healthy
 from served_app import at_url
 from small_config import make_config
+from waiting import until
 
 from distill.config import RunConfig
 from distill.environments import service as role
@@ -42,7 +44,7 @@ from sync.base.address import TOKEN_VARIABLE
 from sync.base.errors import ConfigError, RemoteError, Unreachable, WrongServer
 from sync.base.own_code import CODE_VARIABLE, use_folder
 from sync.base.settings import ModelSource
-from sync.wire import EpisodeContinue, EpisodeFailed, EpisodeOver, Generated, RunIdentity, Turn, pack
+from sync.wire import EpisodeOver, Generated, RunIdentity, Turn, pack
 from sync.wire.claims import Claim
 from sync.wire.client import Peer
 from sync.wire.peers import Role
@@ -190,10 +192,11 @@ def bisecting(context: str) -> str:
 
 async def test_the_pages_environment_is_played_to_its_reward_and_nothing_is_tokenized_twice() -> None:
     async with served(section("own_environment:play")) as (_, url), client_of(url) as client:
-        episodes = [Episode(f"{task}") for task in range(12)]
-        for task, episode in enumerate(episodes):
-            await play(client, episode, task, player(bisecting), LIMITS)
+        episodes = [Episode(f"{number}") for number in range(13)]
+        for number, episode in enumerate(episodes):
+            await play(client, episode, number % 12, player(bisecting), LIMITS)
     assert {episode.reward for episode in episodes} == {1.0}
+    assert episodes[0].context == episodes[12].context, "a task is the same over again"
     longest = max((episode.sequences[0] for episode in episodes), key=lambda one: len(one.own))
     assert len(longest.own) > 2
     assert TOKENIZER.decode(longest.prompt) == "u:Guess my number, 1 to 20.;a:"
@@ -213,14 +216,6 @@ def test_the_token_that_ends_a_turn_is_there_once_whether_or_not_it_ends_texts(e
     assert added == ids_of(";u:x;a:")
     cut = Renderer(tokenizer).added(ids_of("hi"), [{"role": "user", "content": "x"}])
     assert cut == [ends, *ids_of(";u:x;a:")]
-
-
-async def test_an_episode_is_the_same_over_again() -> None:
-    async with served(section("own_environment:play")) as (_, url), client_of(url) as client:
-        twice = [Episode("a"), Episode("b")]
-        for episode in twice:
-            await play(client, episode, 7, player(lambda _: "3"), LIMITS)
-    assert twice[0].context == twice[1].context
 
 
 async def test_messages_and_figures_are_taken_in_every_form() -> None:
@@ -322,20 +317,6 @@ def test_a_template_that_no_turn_can_follow_is_refused_with_the_prompts(tmp_path
             open_prompts(config, tokenizer, 512)
 
 
-async def test_a_turn_that_comes_again_with_other_tokens_belongs_to_another_playing() -> None:
-    async with served() as (_, url), client_of(url) as client:
-        await client.begin("x", 0)
-        assert isinstance(await client.proceed("x", 0, said("ab"), "stop"), Turn)
-        again = await client.proceed("x", 0, said("cd"), "stop")
-    assert again.lost
-
-
-async def test_an_evaluation_does_not_wait_for_episodes_of_training() -> None:
-    async with served(section(max_episodes=2)) as (_, url), client_of(url) as client:
-        for id in ("0:1:0", "0:2:0", "eval:a:1:0", "eval:a:2:0"):
-            assert isinstance(await client.begin(id, 0), Turn)
-
-
 async def test_turns_may_be_rewarded_one_by_one() -> None:
     async with served(section("odd_environments:rewarded")) as (_, url), client_of(url) as client:
         episode = Episode("x")
@@ -344,25 +325,20 @@ async def test_turns_may_be_rewarded_one_by_one() -> None:
 
 
 async def test_a_continue_that_comes_again_gets_the_same_answer_without_another_call() -> None:
-    async with served() as (service, url), client_of(url) as client, Peer(url) as peer:
+    async with served() as (service, url), client_of(url) as client:
         await client.begin("x", 0)
-        body = EpisodeContinue(id="x", turn=0, token_ids=said("ab"), finish_reason="stop")
-        kind: Any = Turn | EpisodeFailed
-        answers = [await peer.call("/v1/continue", body, kind) for _ in range(3)]
+        answers = [await client.proceed("x", 0, said("ab"), "stop") for _ in range(3)]
         assert answers[0] == answers[1] == answers[2]
         assert service.registry.get_sample_value("distill_environment_turns_total") == 2
-        late = EpisodeContinue(id="x", turn=4, token_ids=said("ab"), finish_reason="stop")
         with pytest.raises(RemoteError, match="turn 4 of x is continued, and its newest turn is 1"):
-            await peer.call("/v1/continue", late, kind)
-
-
-async def test_the_last_answer_of_an_episode_that_is_over_is_kept() -> None:
+            await client.proceed("x", 4, said("ab"), "stop")
+        other = await client.proceed("x", 0, said("cd"), "stop")
+        assert other.lost, "other tokens are of another playing"
     async with served(section("own_environment:play", options={"guesses": 1})) as (_, url), Peer(url) as peer:
-        kind: Any = Turn | EpisodeOver
-        await peer.call("/v1/begin", wire.EpisodeBegin(id="x", task=0), kind)
-        body = EpisodeContinue(id="x", turn=0, token_ids=said("0"), finish_reason="stop")
-        answers = [await peer.call("/v1/continue", body, kind) for _ in range(2)]
-        assert answers == [EpisodeOver(id="x", reward=0.0)] * 2
+        await peer.call("/v1/begin", wire.EpisodeBegin(id="x", task=0), Turn)
+        body = wire.EpisodeContinue(id="x", turn=0, token_ids=said("0"), finish_reason="stop")
+        last = [await peer.call("/v1/continue", body, EpisodeOver) for _ in range(2)]
+    assert last == [EpisodeOver(id="x", reward=0.0)] * 2
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------
@@ -385,9 +361,7 @@ async def test_an_unknown_episode_is_lost_and_not_failed() -> None:
         (4, r"echo', task 4: the reward is nan: give a number within ±1e\+30"),
     ],
 )
-async def test_an_environment_that_raises_hangs_or_returns_nonsense_costs_the_episode(
-    task: int, error: str
-) -> None:
+async def test_an_environment_that_raises_hangs_or_lies_costs_the_episode(task: int, error: str) -> None:
     limit = {"call_timeout_seconds": 2.0} if task == 2 else {}
     async with served(section(**limit)) as (service, url), client_of(url) as client:
         with pytest.raises(EnvironmentFailed, match=error):
@@ -437,6 +411,7 @@ async def test_an_episode_waits_while_as_many_are_under_way_as_may_be(monkeypatc
         waiting = asyncio.create_task(client.begin("y", 0))
         await asyncio.sleep(0.3)
         assert not waiting.done()
+        assert text_of(await client.begin("eval:a:1:0", 0)), "an evaluation does not wait for training"
         assert text_of(await client.begin("x", 0)), "the same one again takes its own place"
         await client.end(["x"])
         assert text_of(await waiting)
@@ -498,13 +473,6 @@ WITHOUT_TORCH = (
 )
 
 
-async def up(url: str, child: subprocess.Popen[bytes]) -> None:
-    async with Peer(url) as peer:
-        while not await peer.alive():
-            assert child.poll() is None, "the service ended"
-            await asyncio.sleep(0.1)
-
-
 async def test_a_killed_process_loses_its_episodes_and_no_more(tmp_path: Path, modules: Path) -> None:
     """Restarted at its port, without torch."""
     TOKENIZER.save_pretrained(tmp_path / "student")
@@ -528,7 +496,7 @@ async def test_a_killed_process_loses_its_episodes_and_no_more(tmp_path: Path, m
             return child
 
         child = start()
-        await up(url, child)
+        await asyncio.to_thread(until, partial(healthy, url), process=child)
         async with client_of(url, token=TOKEN, timeout=600.0) as client:
             answers = 0
 

@@ -29,7 +29,6 @@ from distill.record.changes import Admitted, Change
 from distill.record.rollout import Rollout
 from distill.record.store import Store
 from distill.rollout.replica_client import Answer
-from student_trainer.objectives.config import Sampled
 from sync.wire import EpisodeOver, GenerateFailed, GenerateRequest, SamplingMask, Version, unpack
 
 pytestmark = pytest.mark.virtual_time
@@ -61,12 +60,13 @@ def row(id: str) -> int:
     return int(id.split(":")[1])
 
 
-def settings(**environment: Any) -> RunConfig:
-    return make_config(
-        environments={"guess": {"environment": "tests:guess", **environment}},
-        rollout={"max_tokens": 2, "top_k": 4, "routing_replay": True},
-        evaluation={"every": 0},
-    )
+def settings(**sections: Any) -> RunConfig:
+    given: dict[str, Any] = {
+        "environments": {"guess": {"environment": "tests:guess"}},
+        "rollout": {"max_tokens": 2, "top_k": 4, "routing_replay": True},
+        "evaluation": {"every": 0},
+    }
+    return make_config(**given | sections)
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ async def test_an_episode_is_one_rollout_whose_own_tokens_are_what_the_replicas_
 
 async def test_every_token_of_an_episode_has_the_version_that_sampled_it(play) -> None:
     replica = Recorder(longest=2, token_seconds=0.1)
-    config = settings().with_(buffer={"max_staleness": 6})
+    config = settings(buffer={"max_staleness": 6})
     run, trained = play(GuessEnvironment(seconds=0.2), config, replicas={"r0": replica})
     await to_the_end(run)
     assert max(len({span.version for span in one.spans}) for one in trained) >= 3
@@ -188,7 +188,7 @@ async def test_an_environment_that_is_gone_costs_what_is_under_way(play, trouble
 
 
 @pytest.mark.parametrize("trouble", ["raise", "lie"])
-async def test_a_failing_environment_costs_the_episode_and_too_often_the_run(play, trouble: Any) -> None:
+async def test_a_failing_environment_costs_the_episode(play, trouble: Any) -> None:
     environment = GuessEnvironment(trouble=lambda id, turn: trouble if id == "0:5:0" and turn == 1 else None)
     run, trained = play(environment)
     await to_the_end(run)
@@ -204,9 +204,8 @@ async def test_an_episode_without_a_reward_is_trained_only_where_no_task_needs_i
             said = await super().proceed(id, *given)
             return replace(said, reward=None) if id == "0:5:0" and isinstance(said, EpisodeOver) else said
 
-    config = settings().model_copy(update={"objective": Sampled.model_validate({"task": task})})
     quarantined: list[Quarantine] = []
-    run, trained = play(Silent(), config)
+    run, trained = play(Silent(), settings(objective={"type": "sampled", "task": task}))
     run.events.on(Quarantine, quarantined.append)
     await to_the_end(run)
     assert [one.reward is None for one in trained if one.id == "0:5:0"] == ([] if task == {} else [True])
@@ -229,15 +228,12 @@ async def test_a_first_turn_without_room_holds_up_no_turn_of_an_episode_that_has
         delay=lambda id, turn: delay * (turn == 0 and row(id) % 2),
         trouble=lambda id, turn: "rewrite" if turn else None,
     )
-    config = settings().with_(buffer={"depth": "full"})
-    run, trained = play(environment, config, replicas={"r0": replica})
+    run, trained = play(environment, settings(buffer={"depth": "full"}), replicas={"r0": replica})
     await to_the_end(run)
     assert len(trained) == 6 * 8
 
 
-async def test_a_context_that_is_rewritten_makes_another_row_and_every_own_token_is_trained_once(
-    play,
-) -> None:
+async def test_a_context_that_is_rewritten_makes_another_row_and_own_tokens_are_trained_once(play) -> None:
     replica = Recorder(longest=2, token_seconds=0.01)
     environment = GuessEnvironment(trouble=lambda id, turn: "rewrite" if turn in (1, 3) else None)
     run, trained = play(environment, replicas={"r0": replica})
@@ -270,8 +266,8 @@ async def test_an_environment_that_fails_every_time_ends_the_run(play) -> None:
 
 
 async def test_limits_end_an_episode_between_two_turns(play) -> None:
-    environment = GuessEnvironment()
-    run, trained = play(environment, settings(max_turns=2))
+    environment, limited = GuessEnvironment(), {"guess": {"environment": "tests:guess", "max_turns": 2}}
+    run, trained = play(environment, settings(environments=limited))
     await to_the_end(run)
     assert max(len(one.own) for one in trained) == 2
     cut = [one for one in trained if one.truncated]
@@ -285,9 +281,7 @@ async def timed(
 ):
     """The run, what it trained on, and its seconds without the first steps and the last, whose rollouts were
     issued before."""
-    config = settings()
-    section = type(config.buffer).model_validate(config.buffer.model_dump() | buffer)
-    config = config.with_(run={"steps": steps}).model_copy(update={"buffer": section})
+    config = settings(run={"steps": steps}, buffer=buffer)
     replicas = {"r0": Recorder(longest=2, token_seconds=0.01)}
     run, trained = play(environment, config, replicas=replicas, store=Store(store, "never"))
     trainer, ended = MemoryTrainer(run.session, step_seconds=step_seconds), list[float]()
@@ -340,7 +334,7 @@ async def test_an_old_episode_whose_turn_is_refused_is_dropped_once(play) -> Non
         bad = answers[answer.id] == 2 and row(answer.id) % 4 == 1
         return GenerateFailed(id=answer.id, error="no") if bad else answer
 
-    config = settings().with_(run={"steps": 20})
+    config = settings(run={"steps": 20})
     replica = MemoryReplica(player=bisects, token_seconds=0.25, spoil=refused)
     run, _ = play(Slow(seconds=0.02), config, replicas={"r0": replica})
     await to_the_end(run, MemoryTrainer(run.session, step_seconds=0.05))

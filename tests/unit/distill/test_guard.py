@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,6 @@ from distill.aio import cancel
 from distill.buffer import Bound, Rules
 from distill.config import GuardConfig
 from distill.interfaces import Hooks
-from distill.metrics.samples import Quarantine
 from distill.metrics.summary import ALIKE_STEPS, CUT_OFF_STEPS, END_STEPS, FIRST_STEPS, LITTLE_END, Advice
 from distill.record.changes import Checkpointed, LineageOpened, RolledBack
 from distill.record.state import RunState
@@ -99,9 +96,7 @@ def built(controller: Any, config: Any, guard: dict[str, Any], hooks: Hooks) -> 
     return made, MemoryTrainer(made.session, checkpoint_every=2, metrics=diverging(7, 8))
 
 
-async def test_a_rollback_trains_again_from_before_the_bad_steps_without_their_rollouts(
-    controller: Any, config: Any, tmp_path: Path
-) -> None:
+async def test_a_rollback_trains_again_without_rollouts_of_bad_steps(controller, config, tmp_path) -> None:
     back: list[Version | None] = []
     alerts: list[tuple[str, str]] = []
     guard = {"max_reverse_kl": 1.0, "patience": 2, "action": "rollback"}
@@ -207,40 +202,23 @@ def test_a_lineage_without_checkpoints_goes_back_to_the_model_folder_again() -> 
     assert retreat(state, 5, 2, "bad") == RolledBack(None, [], "bad")
 
 
-@asynccontextmanager
-async def both(run: Any, trainer: MemoryTrainer) -> AsyncIterator[None]:
-    """Until the run, which is stopped, has ended."""
-    async with asyncio.timeout(120):
-        tasks = [asyncio.create_task(run.run()), asyncio.create_task(trainer.run())]
-        yield
-        run.request_stop("enough")
-        await asyncio.gather(*tasks)
-
-
-async def test_a_run_whose_kept_checkpoints_may_all_be_bad_is_held(controller: Any, config: Any) -> None:
-    guard = {"max_reverse_kl": 1.0, "patience": 2, "action": "rollback"}
-    made, trainer = built(controller, config, guard, Hooks(set_back=lambda to: pytest.fail("no rollback")))
+@pytest.mark.parametrize(
+    "guard",
+    [{"patience": 1}, {"patience": 2, "action": "rollback"}],
+    ids=["by its action", "for its kept checkpoints may all be bad"],
+)
+async def test_a_held_run_hands_out_nothing_until_it_is_stopped(controller, config, guard: Any) -> None:
+    hooks = Hooks(set_back=lambda to: pytest.fail("no rollback"))
+    made, trainer = built(controller, config, guard | {"max_reverse_kl": 1.0}, hooks)
     trainer.checkpoint_every = 1
-    async with both(made, trainer):
-        await until(lambda: made.dispatcher.paused)
-
-
-async def test_a_held_run_hands_out_nothing_until_it_is_stopped(controller: Any, config: Any) -> None:
-    made, trainer = built(controller, config, {"max_reverse_kl": 1.0, "patience": 1}, Hooks())
-    async with both(made, trainer):
+    async with asyncio.timeout(120):
+        ending = asyncio.gather(made.run(), trainer.run())
         await until(lambda: made.dispatcher.paused)
         await asyncio.sleep(LONG)
-        assert made.record.state.reached.step <= 8, "one batch was handed out before the report came"
-
-
-async def test_what_is_put_aside_is_told_with_its_tokens(controller: Any, config: Any) -> None:
-    seen: list[Quarantine] = []
-    made = controller(config(rollout={"on_max_tokens": "drop"}), Hooks(quarantined=seen.append))
-    async with both(made, MemoryTrainer(made.session)):
-        await until(lambda: bool(seen))
-    assert seen[0].reason == "over_long"
-    assert seen[0].prompt[1:] == [1, 2]
-    assert len(seen[0].tokens) == 8
+        most = 7 + guard["patience"]
+        assert made.record.state.reached.step <= most, "one batch was handed out before the report came"
+        made.request_stop("enough")
+        await ending
 
 
 def working(teacher: float, trainer: float, waited_for: str) -> dict[str, float]:

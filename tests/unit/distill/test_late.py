@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from random_history import opened, scored
+from small_config import make_config
 
 from distill.batching.batcher import LateWait
 from distill.buffer import Bound, Rules, rules
-from distill.config import RunConfig
 from distill.record.changes import Stepped
 from sync.base.errors import ConfigError
 from sync.wire import Version
@@ -19,23 +17,23 @@ from sync.wire import Version
 GROUPED = {"type": "sampled", "task": {"baseline": "group"}}
 
 
-def test_by_default_the_limit_is_the_bound_and_nothing_is_grouped(config: Callable[..., RunConfig]) -> None:
-    assert rules(config()) == Rules(8, Bound(2, 2), group=1, max_attempts=5)
-    assert rules(config(buffer={"late": {"type": "wait", "seconds": 3}})).bound == Bound(2, 2)
-    assert rules(config(weights={"publish_every": 3})).bound == Bound(2, 2), "as far behind as may be"
-    assert rules(config(rollout={"max_attempts": 2})).max_attempts == 2
+def test_by_default_the_limit_is_the_bound_and_nothing_is_grouped() -> None:
+    assert rules(make_config()) == Rules(8, Bound(2, 2), group=1, max_attempts=5)
+    assert rules(make_config(buffer={"late": {"type": "wait", "seconds": 3}})).bound == Bound(2, 2)
+    assert rules(make_config(weights={"publish_every": 3})).bound == Bound(2, 2), "as far behind as may be"
+    assert rules(make_config(rollout={"max_attempts": 2})).max_attempts == 2
 
 
-def test_freshness_moves_the_bound_to_the_hard_limit(config: Callable[..., RunConfig]) -> None:
+def test_freshness_moves_the_bound_to_the_hard_limit() -> None:
     late = {"type": "freshness", "hard_limit": 6, "half_life": 2}
-    assert rules(config(buffer={"late": late})).bound == Bound(2, 6, 2.0)
+    assert rules(make_config(buffer={"late": late})).bound == Bound(2, 6, 2.0)
 
 
-def test_a_group_baseline_asks_for_whole_groups(config: Callable[..., RunConfig]) -> None:
-    grouped = config(objective=GROUPED, rollout={"per_prompt": 4, "batch": 8})
+def test_a_group_baseline_asks_for_whole_groups() -> None:
+    grouped = make_config(objective=GROUPED, rollout={"per_prompt": 4, "batch": 8})
     assert rules(grouped).group == 4
-    assert rules(config(objective=GROUPED, rollout={"per_prompt": 2, "batch": 8})).group == 2
-    plain = config(objective={"type": "sampled", "task": {}}, rollout={"per_prompt": 4, "batch": 8})
+    assert rules(make_config(objective=GROUPED, rollout={"per_prompt": 2, "batch": 8})).group == 2
+    plain = make_config(objective={"type": "sampled", "task": {}}, rollout={"per_prompt": 4, "batch": 8})
     assert rules(plain).group == 1
 
 
@@ -57,16 +55,12 @@ def test_a_group_baseline_asks_for_whole_groups(config: Callable[..., RunConfig]
         ),
     ],
 )
-def test_what_could_not_go_on_is_refused_with_value_rule_and_remedy(
-    config: Callable[..., RunConfig], sections: dict[str, Any], said: str
-) -> None:
+def test_what_could_not_go_on_is_refused_with_value_rule_and_remedy(sections: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        rules(config(**sections))
+        rules(make_config(**sections))
 
 
-async def test_a_group_expires_with_its_oldest_member_and_one_that_is_broken_is_not_waited_for(
-    tmp_path: Path,
-) -> None:
+async def test_a_group_expires_with_its_oldest_member_and_one_that_is_broken_is_not_awaited(tmp_path) -> None:
     record = opened(tmp_path, Rules(4, Bound(2, 2), group=2))
     await record.open_lineage(None, "model")
     late, other, *broken = record.issue(4)

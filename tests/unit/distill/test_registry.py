@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.server
 import json
 import math
 import os
@@ -12,10 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,16 +22,18 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 from in_memory import MemoryReplica
-from ports import free_port
+from ports import Handler, free_port, refusing, served
 from small_config import make_config
 
 from distill import registry
+from distill.aio import cancel
 from distill.config import ControllerConfig
 from distill.config.loading import load
 from distill.controller import Controller
-from distill.launch.run_folder import RunFolder
+from distill.launch.run_folder import RunFolder, write_role
 from distill.launch.single_role import Gang, Lease, joining
 from distill.registry import EXIT_REFUSED
+from sync.base import durable
 from sync.base.address import Address, controller_url, own_address
 from sync.base.errors import ConfigError, Overloaded, RemoteError, Replaced, WrongServer
 from sync.wire import ServerLease, ServerLeaves, ServerRegisters
@@ -54,6 +55,11 @@ def says(url: str | None, boot: str | None, name: str = "teacher-t") -> ServerRe
 
 def machine(index: int, boot: str) -> ServerRegisters:
     return says(f"http://10.0.0.{index}:{1000 + index}", boot, f"trainer-{index}")
+
+
+async def met(run: Controller, boots: str) -> list[ServerLease]:
+    """Machine 0, 1, … of the trainer register, each as one of these boots."""
+    return [await run.registry.register(machine(index, boot)) for index, boot in enumerate(boots)]
 
 
 async def passes(run: Controller, clock: list[float], seconds: float) -> None:
@@ -92,7 +98,6 @@ async def test_a_name_is_the_process_s_that_renews_it_and_another_must_leave(con
             await join(says(url, boot))
     with pytest.raises(WrongServer, match="controller of run 'test', and a process of run 'other' registers"):
         await join(ServerRegisters(run="other", url="http://a:1", name="teacher-t", boot="x"))
-    run.close()
 
 
 async def test_the_name_of_a_dead_process_is_another_s_once_its_lease_ends(controller, clock) -> None:
@@ -115,7 +120,6 @@ async def test_the_name_of_a_dead_process_is_another_s_once_its_lease_ends(contr
         await join(says("http://b:1", "second"))
     with pytest.raises(Replaced, match="teacher-t is at http://b:1"):
         await join(says("http://a:1", "first"))
-    run.close()
 
 
 async def test_a_lease_that_ends_forgets_the_url_and_its_process_may_come_back(controller, clock) -> None:
@@ -134,19 +138,6 @@ async def test_a_lease_that_ends_forgets_the_url_and_its_process_may_come_back(c
     assert teacher.url == "http://a:1"
     await run.registry.leave(ServerLeaves(name="teacher-t", boot="first"))
     assert teacher.url is None
-    run.close()
-
-
-async def test_a_replica_that_a_person_removes_does_not_come_back(controller) -> None:
-    run = controller(connect=lambda there: MemoryReplica(url=str(there)), expected={})
-    await run.registry.register(says("http://c:1", "one", "student-5"))
-    left = await run.registry.leave(ServerLeaves(name="student-5"))
-    assert "student-5" not in [one.name for one in left.servers]
-    with pytest.raises(Replaced, match="student-5 was removed"):
-        await run.registry.register(says("http://c:1", "one", "student-5"))
-    await run.registry.register(says("http://c:2", "two", "student-5"))
-    assert "student-5" in run.pool.replicas
-    run.close()
 
 
 async def test_a_name_that_metrics_could_not_carry_is_refused(controller) -> None:
@@ -156,7 +147,6 @@ async def test_a_name_that_metrics_could_not_carry_is_refused(controller) -> Non
         await run.registry.register(says("http://c:1", None, "student-a/b"))
     await run.registry.register(says("http://c:1", None, "student-spare.1"))
     assert [*run.pool.replicas] == ["r0", "student-spare.1"]
-    run.close()
 
 
 async def test_a_new_process_joins_in_place_of_a_configured_replica_that_was_removed(controller) -> None:
@@ -178,7 +168,6 @@ async def test_a_new_process_joins_in_place_of_a_configured_replica_that_was_rem
     assert run.pool.replicas["student-0"].engine.url == "http://c:2"
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    run.close()
 
 
 async def test_a_replica_may_be_removed_while_the_lease_of_another_ends(controller, clock) -> None:
@@ -202,7 +191,6 @@ async def test_a_replica_may_be_removed_while_the_lease_of_another_ends(controll
     other_left.set()
     await ending
     assert not {"student-5", "student-6"} & {one.name for one in left.servers}
-    run.close()
 
 
 @pytest.mark.parametrize(("boot", "warns"), [(None, True), ("one", False)])
@@ -215,7 +203,6 @@ async def test_a_person_is_told_of_a_replica_that_does_not_answer(
     assert lease.warning == (told if warns else None)
     assert (told in caplog.messages) is warns
     assert "student-5" in run.pool.replicas
-    run.close()
 
 
 async def renewed(run: Controller, clock: list[float], boot: str) -> ServerLease:
@@ -251,19 +238,16 @@ async def test_the_trainers_machines_meet_when_all_are_there_and_end_as_a_whole(
         await join(machine(2, "e"))
     with pytest.raises(RemoteError, match=r"trainer-1 is no server .*: start `distill train --node 1` there"):
         await join(says(second, None, "trainer-1"))  # nobody renews what people add, and no ranks are there
-    run.close()
 
 
 async def test_a_trainer_that_its_launcher_starts_again_waits_for_no_lease(controller, clock) -> None:
     run = controller(make_config(trainer={"nodes": 2}))
-    for index, boot in enumerate("ab"):
-        await run.registry.register(machine(index, boot))
+    await met(run, "ab")
     run.trainer_died()
     for index, boot in enumerate("cd"):
         assert (await run.registry.register(machine(index, boot))).gang[index] is not None
         with pytest.raises(Replaced):
             await run.registry.register(machine(index, "ab"[index]))
-    run.close()
 
 
 async def test_a_machine_that_leaves_before_all_are_there_is_missing(controller, clock) -> None:
@@ -273,39 +257,39 @@ async def test_a_machine_that_leaves_before_all_are_there_is_missing(controller,
     assert (await run.registry.register(machine(1, "b"))).gang == [None, "http://10.0.0.1:1001"]
     await run.registry.leave(ServerLeaves(name="trainer-1", boot="b"))
     assert (await run.registry.register(machine(0, "c"))).gang == ["http://10.0.0.0:1000", None]
-    run.close()
 
 
 async def test_a_controller_that_did_not_listen_ends_no_lease(controller, clock) -> None:
     teacher = Address("teacher-t")
     run = controller(make_config(trainer={"nodes": 2}), expected={"teacher-t": teacher})
     await run.registry.register(says("http://a:1", "first"))
-    for index, boot in enumerate("ab"):
-        await run.registry.register(machine(index, boot))
+    await met(run, "ab")
     clock[0] += 3 * registry.LEASE_SECONDS  # stopped, or its machine was
     await run.registry.expire()
     assert teacher.url == "http://a:1"
-    for index, boot in enumerate("ab"):
-        assert None not in (await run.registry.register(machine(index, boot))).gang
+    assert all(None not in lease.gang for lease in await met(run, "ab"))
     for _ in range(2):
         await renewed(run, clock, "a")
     with pytest.raises(Replaced):  # machine 1 is silent from there on
         await renewed(run, clock, "a")
-    run.close()
 
 
-def test_roles_that_start_together_write_one_file(tmp_path: Path) -> None:
-    """As processes do on machines that share the run's folder."""
-    settings = load(ROOT / "configs/quickstart.toml").trainer
-    writers = [f"import sys; sys.path.insert(0, {str(ROOT)!r})", "from pathlib import Path"]
-    writers += [
-        "from distill.launch.run_folder import write_role",
-        "from student_trainer.config import TrainerSettings",
-    ]
-    writers += [f"settings = TrainerSettings.model_validate_json({settings.model_dump_json()!r})"]
-    writers += [f"for _ in range(50): write_role(Path({str(tmp_path)!r}), 'trainer', settings)"]
-    started = [subprocess.Popen([sys.executable, "-c", "\n".join(writers)]) for _ in range(3)]
-    assert [one.wait(600) for one in started] == [0, 0, 0]
+@pytest.mark.parametrize("differs", ["os.getpid", "socket.gethostname"])
+def test_a_role_that_writes_its_file_while_another_does_makes_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, differs: str
+) -> None:
+    """Another process, here or on a machine that shares the run's folder."""
+    settings, rename = load(ROOT / "configs/quickstart.toml").trainer, durable.rename
+
+    def after_another(*paths: Path) -> None:
+        with monkeypatch.context() as there:
+            there.setattr(differs, lambda: "another")
+            there.setattr(durable, "rename", rename)
+            write_role(tmp_path, "trainer", settings)
+        rename(*paths)
+
+    monkeypatch.setattr(durable, "rename", after_another)
+    write_role(tmp_path, "trainer", settings)
     assert [path.name for path in (tmp_path / "roles").iterdir()] == ["trainer.json"]
 
 
@@ -323,13 +307,22 @@ def test_a_controller_that_listens_everywhere_says_no_url_that_nobody_reaches(tm
 
 async def test_a_machine_whose_ranks_ended_well_is_not_missed(controller, clock) -> None:
     run = controller(make_config(trainer={"nodes": 2}))
-    for index, boot in enumerate("ab"):
-        await run.registry.register(machine(index, boot))
+    await met(run, "ab")
     await run.registry.leave(ServerLeaves(name="trainer-1", boot="b"))
     for _ in range(5):
         assert None not in (await renewed(run, clock, "a")).gang
     assert (await run.registry.register(machine(1, "c"))).gang == [None, "http://10.0.0.1:1001"]
-    run.close()
+
+
+async def test_the_only_machine_of_a_trainer_may_be_silent_beyond_its_lease(controller, clock) -> None:
+    run = controller(make_config(controller={"trainer": "external"}))
+    assert (await run.registry.register(machine(0, "a"))).gang == ["http://10.0.0.0:1000"]
+    await passes(run, clock, 2 * registry.LEASE_SECONDS)  # such as a network that is cut
+    assert (await run.registry.register(machine(0, "a"))).gang == ["http://10.0.0.0:1000"]
+    with pytest.raises(Overloaded, match=r"trainer-0 is at http://10\.0\.0\.0:1000"):
+        await run.registry.register(machine(0, "b"))
+    await run.registry.leave(ServerLeaves(name="trainer-0", boot="a"))
+    assert (await run.registry.register(machine(0, "b"))).gang == ["http://10.0.0.0:1000"]
 
 
 # --- announcers ---------------------------------------------------------------------------------------------
@@ -343,7 +336,7 @@ class Health(http.server.BaseHTTPRequestHandler):
     log_message = lambda *_: None
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 """
-ANNOUNCER = """
+ANNOUNCER = f"""
 import asyncio, sys
 from functools import partial
 from pathlib import Path
@@ -351,48 +344,69 @@ from typing import Any
 from distill.launch.single_role import Lease, run_registered
 from distill.launch.supervise import ChildSpec
 from sync.base.address import controller_url
-port, folder, script = sys.argv[1:]
+folder, port = sys.argv[1:]
 there = partial(controller_url, Path(folder))
-child = ChildSpec("teacher-t", [sys.executable, "-c", script, port])
-lease = Lease("test", child.name, f"http://127.0.0.1:{port}", there)
+child = ChildSpec("teacher-t", [sys.executable, "-c", {SERVER!r}, port])
+lease = Lease("test", child.name, f"http://127.0.0.1:{{port}}", there)
 sys.exit(asyncio.run(run_registered(child, lease, 5.0)))
+"""
+RANKS = """
+import pathlib, signal, sys
+pathlib.Path(sys.argv[1]).write_text(sys.argv[2])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+signal.pause()
+"""
+MACHINE = f"""
+import signal, sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+from small_config import make_config
+from distill.launch import single_role
+from distill.launch.supervise import ChildSpec
+from sync.base.address import controller_url
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
+folder, node, nodes = sys.argv[1:]
+ranks = [sys.executable, "-c", {RANKS!r}, f"{{folder}}/{{node}}"]
+single_role.trainer_process = lambda config, url, node=0, meeting="": ChildSpec("trainer", [*ranks, meeting])
+settings = make_config(trainer={{"nodes": int(nodes)}})
+single_role.train(settings, partial(controller_url, Path(folder)), int(node))
 """
 
 
 @pytest.fixture
-def announced() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Announcers that a test starts; whatever is left of them is killed."""
-    started: list[subprocess.Popen[bytes]] = []
-    yield started
-    for one in started:
-        one.kill()
-        one.wait()
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts ANNOUNCER at a port, or MACHINE i of n, in the run's folder; whatever is left is killed."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])}
+    with contextlib.ExitStack() as left:
 
+        def popen(script: str, *words: int) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-c", script, str(tmp_path), *map(str, words)]
+            process = subprocess.Popen(command, cwd=ROOT, env=env)
+            left.callback(process.wait)
+            left.callback(process.kill)
+            return process
 
-def start(started: list[subprocess.Popen[bytes]], port: int, folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", ANNOUNCER, str(port), str(folder), SERVER]
-    started.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}))
-    return started[-1]
-
-
-def tell(folder: Path, url: str) -> None:
-    """What a launcher writes into the run's folder."""
-    (folder / "controller.json").write_text(json.dumps({"url": url}))
+        yield popen
 
 
 @pytest.fixture
-async def serve(tmp_path: Path) -> AsyncIterator[Callable[[Any], None]]:
+async def serve(tmp_path: Path) -> AsyncIterator[Callable[[Controller], asyncio.Task[Any]]]:
     """Starts a controller, and writes where it is into the run's folder."""
     tasks: list[asyncio.Task[Any]] = []
 
-    def start_controller(run: Any) -> None:
+    def start_controller(run: Controller) -> asyncio.Task[Any]:
         tasks.append(asyncio.create_task(run.run()))
-        tell(tmp_path, run.url)
+        (tmp_path / "controller.json").write_text(json.dumps({"url": run.url}))
+        return tasks[-1]
 
     yield start_controller
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel(tasks)
+
+
+@pytest.fixture
+def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "LEASE_SECONDS", 3.0)
 
 
 def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -407,28 +421,27 @@ async def until(condition) -> None:
 
 
 async def test_announcers_register_renew_and_take_their_servers_with_them(
-    controller, announced, serve, monkeypatch, tmp_path
+    controller, start, serve, short_leases
 ) -> None:
-    monkeypatch.setattr(registry, "LEASE_SECONDS", 3.0)
     address = Address("teacher-t")
     run = controller(expected={"teacher-t": address})
     serve(run)
     holder = run.registry._holders["teacher-t"]
     first, second, third = (free_port() for _ in range(3))
 
-    one = start(announced, first, tmp_path)
+    one = start(ANNOUNCER, first)
     await until(lambda: address.url == f"http://127.0.0.1:{first}")
     lease = holder.expires
     await until(lambda: lease < holder.expires < math.inf)  # it renews
 
-    two = start(announced, second, tmp_path)
+    two = start(ANNOUNCER, second)
     assert await asyncio.to_thread(two.wait, 60) == EXIT_REFUSED
     assert address.url == f"http://127.0.0.1:{first}", "one still has the name"
 
     below = family(one)
     assert len(below) == 3  # guardian, server, its child
     one.kill()
-    three = start(announced, third, tmp_path)
+    three = start(ANNOUNCER, third)
     await until(lambda: not [process for process in below if process.is_running()])
     await until(lambda: address.url == f"http://127.0.0.1:{third}")
 
@@ -437,7 +450,7 @@ async def test_announcers_register_renew_and_take_their_servers_with_them(
     assert await asyncio.to_thread(three.wait, 60) == EXIT_REFUSED
     assert not [process for process in below if process.is_running()]
 
-    four = start(announced, third, tmp_path)
+    four = start(ANNOUNCER, third)
     await until(lambda: address.url == f"http://127.0.0.1:{third}")
     four.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(four.wait, 60) == 128 + signal.SIGTERM
@@ -467,56 +480,54 @@ async def test_a_refusal_that_no_retry_mends_ends_a_role_at_once(
 
 
 async def test_a_url_that_is_no_controller_s_ends_a_role_at_once() -> None:
-    stranger = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
-    threading.Thread(target=stranger.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{stranger.server_port}"
-    with pytest.raises(WrongServer, match=f"{url} is an HTTP server .*, and the controller of a run was"):
-        await asyncio.wait_for(Lease("test", "teacher-t", url, lambda: url).keep(), 60)
-    stranger.shutdown()
-    stranger.server_close()
+    with served(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as stranger:
+        url = f"http://127.0.0.1:{stranger.server_port}"
+        with pytest.raises(WrongServer, match=f"{url} is an HTTP server .*, and the controller of a run was"):
+            await asyncio.wait_for(Lease("test", "teacher-t", url, lambda: url).keep(), 60)
 
 
 async def test_a_controller_that_is_not_there_yet_is_waited_for(controller, serve, tmp_path) -> None:
     address = Address("teacher-t")
-    tell(tmp_path, f"http://127.0.0.1:{free_port()}")  # where it was when it last started
-    lease = Lease("test", "teacher-t", "http://127.0.0.1:1", partial(controller_url, tmp_path))
-    keeping = asyncio.create_task(lease.keep())
-    await asyncio.sleep(0.5)
-    serve(controller(expected={"teacher-t": address}))
-    await until(lambda: address.url == "http://127.0.0.1:1")
+    with refusing() as before:  # where it was when it last started
+        (tmp_path / "controller.json").write_text(json.dumps({"url": before}))
+        lease = Lease("test", "teacher-t", "http://127.0.0.1:1", partial(controller_url, tmp_path))
+        keeping = asyncio.create_task(lease.keep())
+        await asyncio.sleep(0.5)
+        serve(controller(expected={"teacher-t": address}))
+        await until(lambda: address.url == "http://127.0.0.1:1")
     assert not keeping.done()
-    keeping.cancel()
-    await asyncio.gather(keeping, return_exceptions=True)
+    await cancel([keeping])
 
 
 @pytest.mark.parametrize(
-    ("nodes", "words"),
+    ("node", "there", "says"),
     [
-        ({"nodes": 2}, "trainer.nodes is 1 here and 2 at the controller"),
-        ({}, "this run starts its trainer itself"),
+        (0, {"trainer": {"nodes": 2}}, "trainer.nodes is 1 here and 2 at the controller"),
+        (0, {}, "this run starts its trainer itself"),
+        (1, {"controller": {"trainer": "external"}}, "no server 'trainer-1' is expected to register: expec"),
     ],
 )
-async def test_the_only_machine_of_a_trainer_is_refused_before_it_loads_anything(
-    controller, announced, serve, tmp_path, capfd: pytest.CaptureFixture[str], nodes: Any, words: str
+async def test_a_machine_that_the_controller_does_not_expect_ends_with_one_message_and_loads_nothing(
+    controller, start, serve, tmp_path, capfd: pytest.CaptureFixture[str], node: int, there: Any, says: str
 ) -> None:
-    serve(controller(make_config(trainer=nodes)))
-    refused = start_machine(announced, 0, tmp_path, nodes=1)
+    serve(controller(make_config(**there)))
+    refused = start(MACHINE, node, 1 + node)
     assert await asyncio.to_thread(refused.wait, 60) == EXIT_REFUSED
-    assert words in capfd.readouterr().err
-    assert not (tmp_path / "0").exists(), "it would load the model"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert says in line
+    assert not (tmp_path / f"{node}").exists()
 
 
 async def test_a_second_trainer_of_one_machine_waits_for_the_lease_of_the_first_and_leaves_if_that_lives(
-    controller, announced, serve, monkeypatch, tmp_path, capfd: pytest.CaptureFixture[str]
+    controller, start, serve, short_leases, tmp_path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(registry, "LEASE_SECONDS", 3.0)
     run = controller(make_config(controller={"trainer": "external"}))
     serve(run)
     ranks = tmp_path / "0"
 
     def starts() -> subprocess.Popen[bytes]:
         ranks.unlink(missing_ok=True)
-        return start_machine(announced, 0, tmp_path, nodes=1)
+        return start(MACHINE, 0, 1)
 
     first = starts()
     await until(ranks.exists)
@@ -535,105 +546,40 @@ async def test_a_second_trainer_of_one_machine_waits_for_the_lease_of_the_first_
     assert run.registry.listing().servers[-1].url is None, "it has left"
 
 
-async def test_the_only_machine_of_a_trainer_may_be_silent_for_longer_than_its_lease(
-    controller, clock
-) -> None:
-    run = controller(make_config(controller={"trainer": "external"}))
-    assert (await run.registry.register(machine(0, "a"))).gang == ["http://10.0.0.0:1000"]
-    await passes(run, clock, 2 * registry.LEASE_SECONDS)  # such as a network that is cut
-    assert (await run.registry.register(machine(0, "a"))).gang == ["http://10.0.0.0:1000"]
-    with pytest.raises(Overloaded, match=r"trainer-0 is at http://10\.0\.0\.0:1000"):
-        await run.registry.register(machine(0, "b"))
-    await run.registry.leave(ServerLeaves(name="trainer-0", boot="a"))
-    assert (await run.registry.register(machine(0, "b"))).gang == ["http://10.0.0.0:1000"]
-
-
-async def test_a_controller_that_starts_elsewhere_is_told_again(
-    controller, announced, serve, monkeypatch, tmp_path
-) -> None:
-    monkeypatch.setattr(registry, "LEASE_SECONDS", 3.0)
-    port, found = free_port(), []
+async def test_a_controller_that_moved_is_told_again(controller, start, serve, short_leases) -> None:
+    port, urls = free_port(), set[str]()
+    start(ANNOUNCER, port)
     for _ in range(2):
         address = Address("teacher-t")
-        run = controller(expected={"teacher-t": address})
-        task = asyncio.create_task(run.run())
-        tell(tmp_path, run.url)
-        if not announced:
-            start(announced, port, tmp_path)
+        running = serve(run := controller(expected={"teacher-t": address}))
         await until(lambda there=address: there.url == f"http://127.0.0.1:{port}")
-        found.append(run.url)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    assert len({*found}) == 2
+        urls.add(run.url)
+        await cancel([running])
+    assert len(urls) == 2
 
 
 # --- the trainer's machines ---------------------------------------------------------------------------------
 
-RANKS = """
-import pathlib, signal, sys
-pathlib.Path(sys.argv[1]).write_text(sys.argv[2])
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-signal.pause()
-"""
-MACHINE = """
-import signal, sys
-from functools import partial
-from pathlib import Path
-from typing import Any
-from small_config import make_config
-from distill.launch import single_role
-from distill.launch.supervise import ChildSpec
-from sync.base.address import controller_url
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
-node, nodes, folder, script = sys.argv[1:]
-ranks = [sys.executable, "-c", script, f"{folder}/{node}"]
-single_role.trainer_process = lambda config, url, node=0, meeting="": ChildSpec("trainer", [*ranks, meeting])
-settings = make_config(trainer={"nodes": int(nodes)})
-single_role.train(settings, partial(controller_url, Path(folder)), int(node))
-"""
 
-
-def start_machine(
-    started: list[subprocess.Popen[bytes]], node: int, folder: Path, nodes: int = 2
-) -> subprocess.Popen[bytes]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
-    command = [sys.executable, "-c", MACHINE, str(node), str(nodes), str(folder), RANKS]
-    started.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}))
-    return started[-1]
-
-
-async def test_a_machine_that_is_stopped_before_all_are_there_is_forgotten_at_once(
-    controller, announced, serve, tmp_path
-) -> None:
+async def test_a_machine_that_is_stopped_before_all_are_there_is_forgotten(controller, start, serve) -> None:
     """Else one that comes within its lease would start ranks that wait for it."""
     run = controller(make_config(trainer={"nodes": 2}))
     serve(run)
-    alone = start_machine(announced, 1, tmp_path)
+    alone = start(MACHINE, 1, 2)
     await until(lambda: run.registry.listing().servers[2].url is not None)
     alone.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(alone.wait, 60) == 128 + signal.SIGTERM
     assert run.registry.listing().servers[2].url is None
 
 
-async def test_a_machine_that_the_controller_does_not_expect_ends_with_one_message(
-    controller, announced, serve, tmp_path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    serve(controller(make_config(controller={"trainer": "external"})))
-    unexpected = start_machine(announced, 1, tmp_path)
-    assert await asyncio.to_thread(unexpected.wait, 60) == EXIT_REFUSED
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "no server 'trainer-1' is expected to register: expected are trainer-0, and replicas" in line
-
-
 async def test_machines_start_their_ranks_together_and_lose_them_together(
-    controller, announced, serve, monkeypatch, tmp_path
+    controller, start, serve, short_leases, tmp_path
 ) -> None:
-    monkeypatch.setattr(registry, "LEASE_SECONDS", 3.0)
     run = controller(make_config(trainer={"nodes": 2}))
     serve(run)
 
     def machines(*nodes: int) -> list[subprocess.Popen[bytes]]:
-        return [start_machine(announced, node, tmp_path) for node in nodes]
+        return [start(MACHINE, node, 2) for node in nodes]
 
     def met() -> bool:
         """Whether both have started their ranks, and told them where machine 0 is."""

@@ -9,20 +9,19 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import msgspec
 import pytest
 from in_memory import MemoryReplica, weights_of
+from msgspec.structs import replace
 from small_config import make_config
 from small_record import apply
-from virtual_time import LONG
+from started import common_of
+from virtual_time import LONG, now
 
 from distill.aio import cancel
 from distill.buffer import Bound, Lineage, Rules
 from distill.conclusion import compare_weights
-from distill.events import ErrorBudget, Events, Membership, Stalled
-from distill.interfaces import Common
+from distill.events import Membership, Stalled
 from distill.metrics.summary import identity
-from distill.metrics.timeline import Timeline
 from distill.record.changes import VersionApplied, VersionPublished
 from distill.record.state import RunState
 from distill.rollout.broadcasts import Broadcasts
@@ -39,15 +38,15 @@ class World:
     def __init__(self, stall_timeout_seconds: float = 0.0, **replicas: MemoryReplica) -> None:
         self.stalled: list[str] = []
         self.applied: list[VersionApplied] = []
-        self.state, self.events = RunState(Rules(1, Bound(0, 0))), Events()
-        self.events.on(VersionApplied, self.applied.append)
         self.said: list[str] = []
+        self.state = RunState(Rules(1, Bound(0, 0)))
+        config = make_config(rollout={"stall_timeout_seconds": stall_timeout_seconds})
+        common = common_of(config, SimpleNamespace(state=self.state, write=lambda change: None))
+        self.events = common.events
+        self.events.on(VersionApplied, self.applied.append)
         self.events.on(Membership, lambda event: self.said.append(f"{event.replica} {event.what}"))
         self.events.on(Stalled, lambda event: self.stalled.append(event.role))
-        budget = ErrorBudget(1 << 30, self.events)
-        config = make_config(rollout={"stall_timeout_seconds": stall_timeout_seconds})
-        other: Any = SimpleNamespace(state=self.state, write=lambda change: None)
-        self.pool = ReplicaPool(Common(config, other, other, other, Timeline(), budget, self.events))
+        self.pool = ReplicaPool(common)
         self.pool.poll_seconds = self.pool.retry_seconds = 0.02
         self.broadcasts = Broadcasts(self.pool)
         for name, engine in replicas.items():
@@ -57,10 +56,10 @@ class World:
         self.record(version, "full")
         self.pool.published()
 
-    def record(self, version: Version, kind: Literal["full", "broadcast"]) -> None:
+    def record(self, version: Version, *kinds: Literal["full", "broadcast"]) -> None:
         for lineage in range(len(self.state.lineages), version.lineage + 1):
             self.state.lineages.add(Lineage(lineage, 0, None, 0))
-        apply(self.state, VersionPublished(version, kind, 1, 1, 0.0))
+        apply(self.state, *(VersionPublished(version, kind, 1, 1, 0.0) for kind in kinds))
 
     def broadcast(self, step: int, lineage: int = 0, attempt: str | None = None) -> Audience:
         """Announce and record one, as TrainerSession does."""
@@ -96,28 +95,30 @@ class World:
 
 @dataclass
 class Asked(MemoryReplica):
-    """What it is asked for, and what it does before each update."""
+    """What it is asked for, what it does before each update, and what becomes of its answers."""
 
     asked: list[UpdateRequest] = field(default_factory=list)
     first: Callable[[UpdateRequest], Awaitable[object]] = lambda _: asyncio.sleep(0)
+    replies: Callable[[UpdateReply], UpdateReply] = lambda reply: reply
+    states: Callable[[ReplicaState], ReplicaState] = lambda state: state
 
     async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
         self.asked.append(request)
         await self.first(request)
-        return await super().update(request, timeout)
+        return self.replies(await super().update(request, timeout))
+
+    async def state(self, digests: bool = False) -> ReplicaState:
+        return self.states(await super().state(digests))
 
 
-async def test_a_late_joiner_is_brought_to_the_newest_version_first() -> None:
-    world = World(a=MemoryReplica())
-    world.publish(Version(0, 7))
-    async with world.running(1):
-        late = MemoryReplica(up=False)
-        world.pool.add("late", late)
-        await asyncio.sleep(LONG)
-        assert world.pool.replicas["late"].phase is Phase.ABSENT
-        late.up = True
-        await world.until(lambda: "late" in world.serving())
-        assert late.updates == [Version(0, 7)]
+def endless(_: UpdateRequest) -> Awaitable[object]:
+    """For `Asked.first`."""
+    return asyncio.Event().wait()
+
+
+def uncounted(state: ReplicaState) -> ReplicaState:
+    """For `Asked.states`: of an engine that keeps no count of tokens."""
+    return replace(state, tokens=None)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +135,7 @@ async def test_a_late_joiner_is_brought_to_the_newest_version_first() -> None:
         ({"trainer": {"lr": 1e-3}, "weights": {"kv_on_swap": "keep"}}, True),
     ],
 )
-async def test_the_cache_is_kept_where_that_changes_no_more_than_rounding(
-    settings: dict[str, dict[str, Any]], keeps: bool
-) -> None:
+async def test_the_cache_is_kept_where_that_changes_rounding_alone(settings: Any, keeps: bool) -> None:
     config = make_config(**settings)
     assert config.keeps_cache is config.subscriber("student-0").keeps_cache is keeps
     pool, engine = World().pool, Asked()
@@ -182,26 +181,24 @@ async def test_a_replica_does_not_go_back_when_the_trainer_does() -> None:
         await world.until(lambda: engine.version == Version(1, 5))
 
 
-async def test_a_dead_replica_is_out_until_it_is_back_and_brought_up() -> None:
-    engine = MemoryReplica()
-    world = World(a=engine)
-    world.publish(Version(0, 1))
-    async with world.running(1):
-        engine.die()
-        await world.until(lambda: not world.serving())
-        world.publish(Version(0, 2))
-        engine.revive()
-        await world.until(lambda: world.serving() == ["a"])
-        assert engine.version == Version(0, 2)
-        assert world.pool.replicas["a"].joined == 2
-
-
-async def test_a_replica_that_could_not_be_brought_up_has_not_joined() -> None:
+async def test_a_replica_that_comes_late_or_comes_back_is_brought_up_before_it_serves() -> None:
     refusals = ["the snapshot is not whole yet"] * 3
-    world = World(a=MemoryReplica(refusal=lambda _: refusals.pop() if refusals else ""))
+    late = MemoryReplica(up=False, refusal=lambda _: refusals.pop() if refusals else "")
+    world = World(a=MemoryReplica())
     world.publish(Version(0, 1))
     async with world.running(1):
-        assert world.pool.replicas["a"].joined == 1
+        world.pool.add("late", late)
+        await asyncio.sleep(LONG)
+        assert world.pool.replicas["late"].phase is Phase.ABSENT
+        late.up = True
+        await world.until(lambda: "late" in world.serving())
+        assert (late.updates, world.pool.replicas["late"].joined) == ([Version(0, 1)], 1)
+        late.die()
+        await world.until(lambda: world.serving() == ["a"])
+        world.publish(Version(0, 2))
+        late.revive()
+        await world.until(lambda: len(world.serving()) == 2)
+        assert (late.version, world.pool.replicas["late"].joined) == (Version(0, 2), 2)
 
 
 async def test_a_replica_that_restarted_unseen_is_noticed_by_its_version() -> None:
@@ -248,12 +245,14 @@ async def test_a_broadcast_has_every_worker_of_the_live_replicas_as_a_member() -
     a, b = Asked(workers=2), Asked()
     world = World(a=a, b=b, gone=MemoryReplica(up=False))
     async with world.running(2):
-        first = world.broadcast(1)
+        first = world.broadcast(1, attempt="one")
         assert first.world_size == 1 + 2 + 1
+        assert world.broadcast(1, attempt="one") == first, "the answer was lost on its way"
         await world.until(lambda: world.oldest() == Version(0, 1))
         received = [request.broadcast for request in (*a.asked, *b.asked)]
         assert [(one.rank, one.group) for one in received] == [(1, first.group), (3, first.group)]
-        assert world.broadcast(2).group != first.group
+        second, again = (world.broadcast(2, attempt=attempt) for attempt in ("two", "three"))
+        assert len({first.group, second.group, again.group}) == 3
         await world.until(lambda: world.oldest() == Version(0, 2))
         other = world.broadcast(2, lineage=1)
         assert other.group.startswith("1-")
@@ -287,10 +286,13 @@ async def test_the_first_broadcast_waits_for_all_replicas_and_later_ones_for_any
         assert world.broadcasts.listening()
 
 
-async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new() -> None:
-    async def die(_: UpdateRequest) -> None:
-        dying.die()
-        raise Unreachable("died in the middle")
+async def test_a_replica_that_dies_in_a_broadcast_is_a_member_again_once_it_is_back() -> None:
+    """Alone in one of the version that the others have, and with them in the next one."""
+
+    async def die(request: UpdateRequest) -> None:
+        if request.version.step == 1:
+            dying.die()
+            raise Unreachable("died in the middle")
 
     dying = Asked(first=die)
     world = World(a=MemoryReplica(), b=dying)
@@ -298,23 +300,23 @@ async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new()
         first = world.broadcast(1)
         await world.until(lambda: world.serving() == ["a"])
         second = world.broadcast(2)
-        assert second.world_size == 2
-        assert second.group != first.group
-        dying.revive()
-        await world.until(lambda: world.pool.replicas["b"].phase is Phase.CATCHING_UP)
-        assert world.serving() == ["a"]
-        assert world.broadcast(3).world_size == 3
+        assert (second.world_size, second.group == first.group) == (2, False)
+        await world.until(lambda: world.oldest() == Version(0, 2))
+        assert not world.broadcasts.wanted()
+        for again in (2, 3):
+            dying.revive()
+            await world.until(world.broadcasts.wanted)
+            assert (world.pool.replicas["b"].phase, world.serving()) == (Phase.CATCHING_UP, ["a"])
+            assert world.broadcast(again).world_size == again
+            await world.until(lambda: len(world.serving()) == 2)
+            assert not world.broadcasts.wanted()
+            dying.die()
+            await world.until(lambda: world.serving() == ["a"])
 
 
 async def test_a_lost_member_is_known_at_once_with_its_reason() -> None:
-    class Altered(MemoryReplica):
-        """Its answer to an update has other fields."""
-
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            return msgspec.structs.replace(await super().update(request, timeout), **self.fields)
-
-    lying, ahead = Altered(), Altered()
-    lying.fields, ahead.fields = {"version": Version(0, 7)}, {"bytes_read": 0}
+    lying = Asked(replies=lambda reply: replace(reply, version=Version(0, 7)))
+    ahead = Asked(replies=lambda reply: replace(reply, bytes_read=0))
     hanging = Asked(first=lambda _: hanging.pass_time(60.0))
     refusing = MemoryReplica(refusal=lambda _: "the sender gave up")
     world = World(hanging=hanging, refusing=refusing, ahead=ahead, well=MemoryReplica(), lying=lying)
@@ -355,16 +357,6 @@ async def test_a_replica_that_refuses_an_update_is_sent_nothing_until_it_takes_t
         assert world.oldest() == Version(0, 4)
 
 
-async def test_a_repeated_announcement_is_given_the_same_group() -> None:
-    """The answer to the first was lost on its way."""
-    world = World(a=MemoryReplica(), b=MemoryReplica())
-    async with world.running(2):
-        first = world.broadcast(1, attempt="one")
-        assert world.broadcast(1, attempt="one") == first
-        again = world.broadcast(1, attempt="two")
-        assert (again.world_size, again.group == first.group) == (3, False)
-
-
 async def test_a_version_in_the_store_is_caught_up_with_until_a_newer_one_is_broadcast() -> None:
     back = MemoryReplica()
     world = World(a=MemoryReplica(), back=back)
@@ -386,9 +378,7 @@ async def test_a_version_in_the_store_is_caught_up_with_until_a_newer_one_is_bro
 
 def test_announcements_count_each_and_what_is_stored_beside_its_broadcast_once() -> None:
     world = World()
-    world.record(Version(0, 1), "broadcast")
-    world.record(Version(0, 1), "broadcast")  # to those that were left
-    world.record(Version(0, 1), "full")
+    world.record(Version(0, 1), "broadcast", "broadcast", "full")  # the second to those that were left
     world.record(Version(0, 2), "full")
     assert world.state.counters.published == 3
 
@@ -396,14 +386,12 @@ def test_announcements_count_each_and_what_is_stored_beside_its_broadcast_once()
 def test_a_broadcast_ends_that_stored_versions_are_followed_whatever_their_steps() -> None:
     """After a rollback to step 8 the stored version 10 is of weights that were left."""
     world = World()
-    world.record(Version(0, 10), "broadcast")
-    world.record(Version(0, 10), "full")
+    world.record(Version(0, 10), "broadcast", "full")
     assert world.pool.is_stored(Version(0, 10))
     world.record(Version(1, 8), "broadcast")
     assert world.state.target is None
     assert not world.pool.is_stored(Version(1, 8))
-    world.record(Version(1, 8), "full")
-    world.record(Version(1, 8), "broadcast")  # again, to a replica that came back
+    world.record(Version(1, 8), "full", "broadcast")  # again, to a replica that came back
     assert world.pool.is_stored(Version(1, 8))
 
 
@@ -422,22 +410,6 @@ def test_a_version_of_a_run_that_went_over_to_snapshots_was_not_broadcast() -> N
     world.record(Version(1, 9), "full")
     assert world.pool.newest_broadcast is None
     assert not world.broadcasts.wanted()
-
-
-async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -> None:
-    back = MemoryReplica()
-    world = World(a=MemoryReplica(), back=back)
-    async with world.running(2):
-        world.broadcast(1)
-        await world.until(lambda: world.oldest() == Version(0, 1))
-        assert not world.broadcasts.wanted()
-        back.die()
-        await world.until(lambda: world.serving() == ["a"])
-        back.revive()
-        await world.until(world.broadcasts.wanted)
-        assert world.broadcast(1).world_size == 2
-        await world.until(lambda: len(world.serving()) == 2)
-        assert not world.broadcasts.wanted()
 
 
 async def test_a_live_replica_that_missed_a_broadcast_wants_it_again() -> None:
@@ -482,33 +454,19 @@ def last(version: Version) -> FinalDigests:
     return FinalDigests(version=version, digests=weights_of(version))
 
 
-@pytest.mark.parametrize("planted", [False, True])
-async def test_equal_weights_are_proven_by_digests(planted: bool) -> None:
-    class Altered(MemoryReplica):
-        async def state(self, digests: bool = False) -> ReplicaState:
-            state = await super().state(digests)
-            other = {"model.weight": "other"} if digests and planted else state.digests
-            return ReplicaState(version=state.version, requests=0, digests=other)
+async def test_weights_are_compared_by_digests_and_who_is_away_is_named() -> None:
+    def dies(state: ReplicaState) -> ReplicaState:
+        if state.digests:
+            raise Unreachable("it died when it was asked")
+        return state
 
-    world = World(a=Altered(), b=MemoryReplica())
-    async with world.running(2):
-        proof = await compare_weights(world.pool, last(Version(0, 9)))
-    assert proof == {"a": not planted, "b": True}
-
-
-async def test_replicas_that_are_away_are_named_as_not_compared() -> None:
-    class Dying(MemoryReplica):
-        async def state(self, digests: bool = False) -> ReplicaState:
-            if digests:
-                raise Unreachable("it died when it was asked")
-            return await super().state()
-
-    world = World(here=MemoryReplica(), dying=Dying(), gone=MemoryReplica(up=False))
-    async with world.running(2):
-        found = await compare_weights(world.pool, last(Version(0, 9)))
-    assert found == {"here": True, "dying": None, "gone": None}
-    figures = identity(found)
-    assert (figures["weights_identical"], figures["weights_missing"]) == (None, ["dying", "gone"])
+    other = Asked(states=lambda state: replace(state, digests={"model.weight": "other"}))
+    gone = MemoryReplica(up=False)
+    world = World(here=MemoryReplica(), other=other, dying=Asked(states=dies), gone=gone)
+    async with world.running(3):
+        compared = await compare_weights(world.pool, last(Version(0, 9)))
+    assert compared == {"here": True, "other": False, "dying": None, "gone": None}
+    assert identity(compared)["weights_missing"] == ["dying", "gone"]
 
 
 async def test_the_proof_waits_for_a_replica_that_is_away_or_catching_up() -> None:
@@ -562,45 +520,29 @@ def test_weights_are_identical_only_when_all_were_compared(
 # --- stalls -----------------------------------------------------------------------------------------------
 
 
-async def test_a_replica_that_is_healthy_and_generates_nothing_is_lost_and_reported_stalled() -> None:
-    hangs, works = MemoryReplica(), MemoryReplica()
-    world = World(1.0, hangs=hangs, works=works)
-    async with world.running(2):
-        for replica in world.pool.replicas.values():
-            replica.in_flight = 3
-        began = asyncio.get_running_loop().time()
-        while not world.stalled:
+async def test_a_replica_that_generates_nothing_of_its_work_is_lost_and_reported_stalled() -> None:
+    """Not one that has no work, and not one that counts no tokens."""
+    works, idle, uncounting = MemoryReplica(), MemoryReplica(), Asked(states=uncounted)
+    world = World(1.0, hangs=MemoryReplica(), works=works, idle=idle, uncounted=uncounting)
+    async with world.running(4):
+        for name, in_flight in {"hangs": 3, "works": 3, "uncounted": 4}.items():
+            world.pool.replicas[name].in_flight = in_flight
+        began, stalls = now(), list[float]()
+        world.events.on(Stalled, lambda _: stalls.append(now()))
+        while now() < began + LONG:
             works.tokens += 1
             await asyncio.sleep(0.01)
-            assert asyncio.get_running_loop().time() - began < 60
-        assert asyncio.get_running_loop().time() - began >= 1.0
-        assert world.stalled == ["hangs"]
-        assert "works" in world.serving()
-
-
-def hanging() -> Asked:
-    return Asked(first=lambda _: asyncio.Event().wait())
-
-
-class Uncounted(MemoryReplica):
-    """Its engine keeps no count of tokens, and its updates never end."""
-
-    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-        return await asyncio.Future[UpdateReply]()
-
-    async def state(self, digests: bool = False) -> ReplicaState:
-        return ReplicaState(version=self.version, requests=1)
+        assert {*world.stalled} == {"hangs"}
+        assert stalls[0] >= began + 1.0
 
 
 @pytest.mark.parametrize(
-    ("engine", "in_flight"),
-    [(hanging, 1), (hanging, 0), (Uncounted, 0)],
+    ("counts", "in_flight"),
+    [(True, 1), (True, 0), (False, 0)],
     ids=["busy", "idle", "without a count"],
 )
-async def test_a_replica_that_hangs_in_an_update_is_lost_each_time(
-    engine: Callable[[], MemoryReplica], in_flight: int
-) -> None:
-    world = World(0.2, a=engine())
+async def test_a_replica_that_hangs_in_an_update_is_lost_each_time(counts: bool, in_flight: int) -> None:
+    world = World(0.2, a=Asked(first=endless) if counts else Asked(first=endless, states=uncounted))
     async with world.running(1):
         world.pool.replicas["a"].in_flight = in_flight
         world.publish(Version(0, 1))
@@ -609,41 +551,17 @@ async def test_a_replica_that_hangs_in_an_update_is_lost_each_time(
 
 
 @pytest.mark.parametrize("updating", [False, True])
-async def test_a_replica_that_is_not_there_or_is_started_again_in_an_update_is_not_stalled(
-    updating: bool,
-) -> None:
-    class Away(MemoryReplica):
-        looks, away = 0, not updating
+async def test_a_replica_that_is_away_or_is_started_again_in_an_update_is_not_stalled(updating: bool) -> None:
+    def ends(request: UpdateRequest) -> Awaitable[object]:
+        away.up = False  # the request is sent again and again until it is back
+        return endless(request)
 
-        async def alive(self) -> bool:
-            self.looks += 1
-            return not self.away
-
-        async def state(self, digests: bool = False) -> ReplicaState:
-            self.looks += 1
-            if self.away:
-                raise Unreachable("no connection")
-            return await super().state(digests)
-
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            self.looks, self.away = 0, True  # the request is sent again and again until it is back
-            return await asyncio.Future[UpdateReply]()
-
-    away = Away()
+    away = Asked(first=ends, up=updating)
     world = World(0.02, a=away)
     async with world.running(int(updating)):
         world.publish(Version(0, 1))
-        await world.until(lambda: away.away and away.looks > 20)
-        assert world.stalled == []
-
-
-@pytest.mark.parametrize("idle", [True, False])
-async def test_a_replica_without_work_or_without_a_count_is_never_stalled(idle: bool) -> None:
-    world = World(0.1, a=MemoryReplica() if idle else Uncounted())
-    async with world.running(1):
-        world.pool.replicas["a"].in_flight = 0 if idle else 4
         await asyncio.sleep(LONG)
-        assert world.serving() == ["a"]
+        assert not away.up
         assert world.stalled == []
 
 
@@ -679,17 +597,15 @@ async def test_a_replica_that_must_go_back_is_drained_before_and_one_that_need_n
         assert [one.version for one in (a, b)] == [Version(0, 2)] * 2, "it has completions in flight"
         a.in_flight = b.in_flight = 0
         world.events.changed.wake()
-        assert (await held).version == Version(0, 1)
+        assert await held == Version(0, 1)
         async with world.pool.hold(Version(0, 2), 60.0) as one:
             assert one.version == Version(0, 2)
 
 
-async def _held(world: World, version: Version) -> Replica:
+async def _held(world: World, version: Version) -> Version | None:
+    """What the replica holds that is held at `version`."""
     async with world.pool.hold(version, 60.0) as replica:
-        assert replica.version == version
-        copy = Replica("copy", replica.engine)
-        copy.version = replica.version
-        return copy
+        return replica.version
 
 
 async def test_the_model_folder_stands_for_step_0_of_every_lineage() -> None:

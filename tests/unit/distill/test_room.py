@@ -141,9 +141,7 @@ async def test_steps_go_on_at_half_the_pace_beside_a_replica_that_refuses_every_
     assert 1.7 < seconds[1] / seconds[0] < 2.3
 
 
-async def test_steps_go_on_while_an_evaluation_holds_a_replica_with_long_completions_in_flight(
-    controller, config
-) -> None:
+async def test_steps_go_on_beside_an_evaluation_that_holds_long_completions(controller, config) -> None:
     replicas = {f"r{n}": Troubled(seed=n, token_seconds=0.05) for n in range(2)}
     run = controller(config(run={"steps": 1000}, buffer={"max_staleness": 1}), replicas=replicas)
     in_flight = list[int]()

@@ -10,19 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_memory import MemoryPrompts, MemoryTeacher
-from msgspec.structs import replace
+from in_memory import MemoryTeacher
 from small_config import make_config
+from started import common_of
 from virtual_time import LONG
 
 from distill.aio import cancel
 from distill.events import ErrorBudget, Events, NoServerLeft
-from distill.interfaces import Common, Components
-from distill.metrics.timeline import Timeline
-from distill.prompts.stream import Prompt, PromptStream
+from distill.prompts.stream import Prompt
 from distill.record.rollout import Rollout
 from distill.rollout.ends import Unusable
-from distill.rollout.validation import Validator
 from distill.scoring import Scoring, TeacherQueue
 from sync import wire
 from sync.base.errors import Overloaded, RemoteError, TooLarge
@@ -48,29 +45,32 @@ def completed(number: int, source: str = "default", topk: int = 0, length: int =
 class Bench:
     """Scoring with teachers in memory, and what came out of it."""
 
-    def __init__(self, teachers: dict[str, Any], want: Want = Want(), batch: int = 4, **more: Any) -> None:
-        self.rollouts: list[Rollout] = []
-        self.refused: list[tuple[str, str]] = []
-        self.reasons: list[str] = []
-        validator = Validator(Sampling(max_tokens=8, student_topk=more.pop("topk", 0)), want)
-        budget = ErrorBudget(1000, Events())
-        prompts, linger = PromptStream(MemoryPrompts(), 0), more.pop("linger", 0.005)
-        scores = more.pop("scores", "auto")
-        given = {"route": lambda source: "t", **more}
-        parts = Components({}, teachers, prompts=prompts, store=None, want=want, **given)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        teachers: dict[str, Any],
+        want: Want = Want(),
+        batch: int = 4,
+        scores: str = "auto",
+        topk: int = 0,
+        **parts: Any,
+    ) -> None:
+        self.rollouts, self.refused = list[Rollout](), dict[str, Unusable]()
         config = make_config(buffer={"score_batch": batch, "scores": scores})
-        record: Any = None
-        common = Common(config, parts, record, validator, Timeline(), budget, Events())
+        sampling = Sampling(max_tokens=8, student_topk=topk)
+        common = common_of(config, None, sampling, want, teachers=teachers, **parts)
         self.scoring = TeacherQueue(Scoring(common), common)
-        self.scoring.linger = linger
+        self.scoring.linger = 0.005
+
+    @property
+    def reasons(self) -> list[str]:
+        return [end.reason for end in self.refused.values()]
 
     async def ask(self, rollout: Rollout) -> None:
         """Until it is scored or refused."""
         try:
             self.rollouts.append(await self.scoring.answer(rollout))
         except Unusable as end:
-            self.refused.append((rollout.id, end.detail))
-            self.reasons.append(end.reason)
+            self.refused[rollout.id] = end
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -85,15 +85,17 @@ class Bench:
 
 @dataclass
 class Asked(MemoryTeacher):
-    """What it is asked for, and what it does before each answer."""
+    """What it is asked for, what it does before each answer, and what becomes of that."""
 
     asked: list[Sequence[wire.ScoreSequence]] = field(default_factory=list)
     first: Callable[[Sequence[wire.ScoreSequence]], Awaitable[object]] = lambda _: asyncio.sleep(0)
+    says: Callable[[Scored | ScoreRefused], Scored | ScoreRefused] = lambda result: result
 
     async def score(self, sequences, want, limit):
         self.asked.append(sequences)
         await self.first(sequences)
-        return await super().score(sequences, want, limit)
+        reply = await super().score(sequences, want, limit)
+        return Reply([self.says(result) for result in reply.results], reply.server)
 
 
 async def test_completions_travel_in_batches_and_come_back_as_rollouts() -> None:
@@ -125,14 +127,10 @@ async def test_the_students_top_k_is_gathered_by_the_teacher() -> None:
 async def test_text_that_a_teacher_cannot_write_is_no_fault_of_its_server() -> None:
     """Too much of it in a row ends the run, by the name of the tokenizer."""
 
-    class Wordless(MemoryTeacher):
-        async def score(self, sequences, want, limit):
-            reply = await super().score(sequences, want, limit)
-            refused = ScoreRefused("", "no such character", no_text=True)
-            results = [one if one.id == "p0" else replace(refused, id=one.id) for one in reply.results]
-            return Reply(results, reply.server)
+    def says(result: Scored) -> Scored | ScoreRefused:
+        return result if result.id == "p0" else ScoreRefused(result.id, "no such character", no_text=True)
 
-    bench, events, ended = Bench({"t": Wordless()}), Events(), list[str]()
+    bench, events, ended = Bench({"t": Asked(says=says)}), Events(), list[str]()
     events.on(NoServerLeft, lambda event: ended.append(event.problem))
     bench.scoring._budget = ErrorBudget(2, events)
     for number in (1, 0, 2):
@@ -155,9 +153,7 @@ async def test_a_teacher_may_see_another_prompt() -> None:
 
 
 @pytest.mark.parametrize("transformed", [False, True])
-async def test_kept_scores_leave_a_reference_and_the_prompt_that_only_the_teacher_saw(
-    transformed: bool,
-) -> None:
+async def test_kept_scores_leave_a_reference_and_the_prompt_that_the_teacher_saw(transformed: bool) -> None:
     transforms = {"t": lambda prompt: [9, *prompt.token_ids]} if transformed else {}
     teacher = MemoryTeacher()
     bench = Bench({"t": teacher}, Want(topk=2, entropy=True), scores="reference", transforms=transforms)
@@ -202,7 +198,7 @@ async def test_scores_go_by_reference_where_they_take_many_bytes_a_token(
 async def test_one_refused_sequence_does_not_cost_the_others(how: str, why: str) -> None:
     bench = Bench({"t": MemoryTeacher(**{how: lambda name: name == "p2"})})
     await bench.score(*(completed(i) for i in range(4)))
-    assert bench.refused == [("p2", f"teacher t: {why}")]
+    assert {id: end.detail for id, end in bench.refused.items()} == {"p2": f"teacher t: {why}"}
     assert {one.id for one in bench.rollouts} == {"p0", "p1", "p3"}
 
 
@@ -247,26 +243,22 @@ LOGP = pack(np.zeros(2, "f4"))
 async def test_scores_that_cannot_be_used_are_asked_for_again_and_then_quarantined(
     scores: dict[str, Any], problem: str
 ) -> None:
-    class Sloppy(MemoryTeacher):
-        async def score(self, sequences, want, limit):
-            return Reply([Scored(sequence.id, **scores) for sequence in sequences], "memory")
-
+    sloppy = Asked(says=lambda result: Scored(result.id, **scores))
     how = "reference" if "kept" in problem else "inline"
-    bench = Bench({"t": Sloppy()}, Want(hidden=how == "reference" or "hidden" in problem), scores=how)
+    bench = Bench({"t": sloppy}, Want(hidden=how == "reference" or "hidden" in problem), scores=how)
     await bench.score(completed(0))
-    assert problem in bench.refused[0][1]
+    assert problem in bench.refused["p0"].detail
     assert bench.reasons == ["unusable"]
 
 
 @pytest.mark.parametrize(("processes", "begun"), [(1, [1, 4]), (2, [1, 1, 4])])
-async def test_a_teacher_whose_processes_are_busy_gets_full_requests_only(
-    processes: int, begun: list[int]
-) -> None:
+async def test_a_busy_teacher_gets_full_requests_only(processes: int, begun: list[int]) -> None:
     """Rollouts come one at a time: one starts a request at each idle process, four wait for a full one."""
     go_on = asyncio.Event()
     teacher = Asked(first=lambda _: go_on.wait())
     teacher.processes = processes
-    bench = Bench({"t": teacher}, linger=0.0)
+    bench = Bench({"t": teacher})
+    bench.scoring.linger = 0.0
     async with bench.running():
         tasks = list[asyncio.Task[None]]()
         for i in range(processes + 5):
@@ -284,7 +276,7 @@ async def test_a_teacher_that_does_not_say_what_it_is_costs_its_rollouts_and_not
 
     bench = Bench({"t": Odd()}, Want(hidden=True))
     await bench.score(completed(0), completed(1))
-    assert {detail for _, detail in bench.refused} == {"teacher t: answered 404: no such path"}
+    assert {end.detail for end in bench.refused.values()} == {"teacher t: answered 404: no such path"}
     assert bench.reasons == ["teacher_refused"] * 2
 
 

@@ -35,9 +35,7 @@ def tree() -> Lineages:
         (Version(9, 5), 0, 0),
     ],
 )
-def test_a_version_counts_up_to_where_the_ways_part(
-    tree: Lineages, version: Version, lineage: int, step: int
-) -> None:
+def test_a_version_counts_up_to_where_the_ways_part(tree, version: Version, lineage: int, step: int) -> None:
     assert tree.step_in(version, lineage) == step
 
 

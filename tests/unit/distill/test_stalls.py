@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from virtual_time import advance
 
-from distill.aio import look_seconds, until_stalled
+from distill.aio import cancel, look_seconds, until_stalled
 from distill.events import Events, Stalled
 from distill.trainer_api.guard import Heartbeats
 from sync.wire import Heartbeat, Version
@@ -16,24 +16,16 @@ pytestmark = pytest.mark.virtual_time
 
 
 async def returns(answers: list[bool], seconds: float) -> bool:
-    """Whether the wait is over by the time the answers are used up."""
-    left = iter(answers)
-    used_up = asyncio.Event()
+    """Whether the wait is over before the answers are used up."""
 
     async def sign() -> bool:
-        answer = next(left, None)
-        if answer is None:
-            used_up.set()
-            await asyncio.Event().wait()
-        return bool(answer)
+        return answers.pop(0)
 
-    wait = asyncio.create_task(until_stalled(sign, seconds))
-    end = asyncio.create_task(used_up.wait())
-    await asyncio.wait({wait, end}, return_when=asyncio.FIRST_COMPLETED)
-    over = wait.done()
-    for task in (wait, end):
-        task.cancel()
-    return over
+    try:
+        await until_stalled(sign, seconds)
+    except IndexError:
+        return False
+    return True
 
 
 async def test_four_looks_in_a_row_without_a_sign_are_silence() -> None:
@@ -103,8 +95,7 @@ async def test_the_ranks_without_a_heartbeat_are_named_once_and_the_others_are_n
         assert await asyncio.wait_for(stalled.get(), 20) == Stalled("trainer")
         assert f"no heartbeat of trainer rank {named} for" in caplog.messages[-1]
         beats.heard(beat(5))
-    for task in tasks:
-        task.cancel()
+    await cancel(tasks)
 
 
 async def test_ranks_that_are_forgotten_or_were_never_heard_are_not_missed(caplog) -> None:
@@ -118,4 +109,4 @@ async def test_ranks_that_are_forgotten_or_were_never_heard_are_not_missed(caplo
     beats.heard(beat(7))
     await asyncio.wait_for(stalled.get(), 20)
     assert "rank 7 for" in caplog.messages[-1]
-    watch.cancel()
+    await cancel([watch])

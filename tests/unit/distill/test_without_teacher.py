@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from audited import check
 from in_memory import MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryRewards, MemoryTrainer
+from small_config import make_config
 from started import killed_after, to_the_end
 
 from distill.config import RunConfig
@@ -33,11 +34,11 @@ def length_of(prompt: Prompt, tokens: Sequence[int]) -> float:
     return float(len(tokens) % 3)
 
 
-def alone(config: Callable[..., RunConfig], **sections: Any) -> RunConfig:
+def alone(**sections: Any) -> RunConfig:
     """The small configuration without its teacher."""
     task = {"baseline": "group", "scale": "std", "average": "rollouts", "clip": [0.2, 0.28]}
     more = {"objective": {"type": "rewards", "task": task}, "rollout": {"per_prompt": 4}}
-    made = config(**{**more, **sections})
+    made = make_config(**{**more, **sections})
     return RunConfig.model_validate({**made.model_dump(mode="json"), "teachers": {}})
 
 
@@ -55,10 +56,8 @@ def build(controller: Callable[..., Controller]) -> Callable[..., Controller]:
 
 
 @pytest.mark.virtual_time
-async def test_a_run_that_is_killed_goes_on_and_every_rollout_is_accounted_for(
-    build: Callable[..., Controller], config: Callable[..., RunConfig], tmp_path: Any
-) -> None:
-    settings, ledger = alone(config, run={"steps": 10}), dict[int, Any]()
+async def test_a_run_that_is_killed_goes_on_and_every_rollout_is_accounted_for(build, tmp_path) -> None:
+    settings, ledger = alone(run={"steps": 10}), dict[int, Any]()
     first = MemoryTrainer((run := build(settings)).session, checkpoint_every=2)
     await killed_after(5, run, first)
     ledger |= first.ledger
@@ -80,8 +79,8 @@ async def test_a_run_that_is_killed_goes_on_and_every_rollout_is_accounted_for(
 
 
 @pytest.mark.virtual_time
-async def test_versions_are_evaluated_without_a_reverse_kl(build: Callable[..., Controller], config) -> None:
-    run = build(alone(config), evaluator=MemoryEvaluator())
+async def test_versions_are_evaluated_without_a_reverse_kl(build) -> None:
+    run = build(alone(), evaluator=MemoryEvaluator())
     summary = await to_the_end(run, MemoryTrainer(run.session))
     reports = summary["evaluations"]
     assert len(reports) > 1
@@ -104,7 +103,7 @@ def test_the_best_version_is_that_of_the_highest_reward() -> None:
     assert rows == [("pass rate", "0.0%", "100.0%"), ("reward", "0.250", "0.750")]
 
 
-def test_what_is_shown_of_a_run_names_no_teacher(tmp_path: Any, config: Callable[..., RunConfig]) -> None:
+def test_what_is_shown_of_a_run_names_no_teacher(tmp_path: Any) -> None:
     line = evaluation_line(3, {"eval/truncated": 0.0, "eval/pass_rate": 0.5, "eval/reward": 0.25})
     assert line == "step 3, held out: pass rate 50.0%, reward 0.250"
     sample = Sample("s", "0:0", 1, "", [1], [2, 3], [-0.5, -1.5], None, 0.25, False, False)
@@ -112,15 +111,15 @@ def test_what_is_shown_of_a_run_names_no_teacher(tmp_path: Any, config: Callable
     assert figures(sample) == "2 tokens  age 1  reward 0.25"
     better = msgspec.structs.replace(sample, reward=1.0)
     assert choose([better, sample], "worst", 1) == [sample]
-    settings = alone(config)
+    settings = alone()
     card.write_card(tmp_path, settings, {}, None)
     text = (tmp_path / "README.md").read_text()
     assert "trained on its own samples by their rewards." in text
     assert "distillation" not in text.split("---")[1].replace("onpolicy-distill", "")
 
 
-def test_without_teachers_the_objective_is_the_reward_and_no_process_is_a_teachers(config) -> None:
-    raw = config().model_dump(mode="json")
+def test_without_teachers_the_objective_is_the_reward_and_no_process_is_a_teachers() -> None:
+    raw = make_config().model_dump(mode="json")
     without = {name: value for name, value in raw.items() if name not in ("teachers", "objective")}
     for teachers in ({}, {"teachers": {}}, {"teachers": False}):
         made = validate({**without, "objective": {"type": "rewards"}, **teachers}, "x")
@@ -145,19 +144,19 @@ def test_without_teachers_the_objective_is_the_reward_and_no_process_is_a_teache
         ({"type": "topk"}, 'type is "topk", which learns from a teacher, and there are none'),
     ],
 )
-def test_what_needs_a_teacher_is_refused_by_its_key(config, objective: dict[str, Any], says: str) -> None:
-    raw = {**config().model_dump(mode="json"), "teachers": {}, "objective": objective}
+def test_what_needs_a_teacher_is_refused_by_its_key(objective: dict[str, Any], says: str) -> None:
+    raw = {**make_config().model_dump(mode="json"), "teachers": {}, "objective": objective}
     with pytest.raises(ConfigError, match=rf"objective\.{says}"):
         check_keys(validate(raw, "x"))
 
 
-def test_limits_and_metrics_of_a_teacher_are_refused_without_one(config: Callable[..., RunConfig]) -> None:
+def test_limits_and_metrics_of_a_teacher_are_refused_without_one() -> None:
     guard = {"max_reverse_kl": 1.0, "min_end_share": 0.1}
-    settings = alone(config, guard=guard, evaluation={"metric": "reverse_kl"})
+    settings = alone(guard=guard, evaluation={"metric": "reverse_kl"})
     with pytest.raises(ConfigError) as refused:
         check_keys(settings)
     lines = str(refused.value).splitlines()
     keys = ("guard.max_reverse_kl", "guard.min_end_share", 'evaluation.metric = "reverse_kl"')
     assert lines == [f"{key} needs a teacher, and there is none: leave it out" for key in keys]
     with pytest.raises(ConfigError, match=r'"rewards", which learns from no .* \[teachers\] names t'):
-        check_keys(config(objective={"type": "rewards"}))
+        check_keys(make_config(objective={"type": "rewards"}))
