@@ -100,13 +100,11 @@ def test_the_commands_call_the_same_functions(
     assert given.items() <= named.items()
 
 
-@pytest.mark.parametrize("name", ["run", "preflight", "evaluate"])
-async def test_a_call_inside_a_running_loop_is_refused_with_the_way_out(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"write `await asyncio\.to_thread\(distill\.{name}, config\)`"):
-        getattr(distill, name)(make_config())
-
-
-async def test_a_thread_of_a_running_loop_may_call_it(file: Path, finished: Path) -> None:
+async def test_a_call_inside_a_running_loop_is_refused_and_a_thread_may_make_it(file: Path, finished) -> None:
+    for name in ("run", "preflight", "evaluate"):
+        way_out = rf"write `await asyncio\.to_thread\(distill\.{name}, config\)`"
+        with pytest.raises(ConfigError, match=way_out):
+            getattr(distill, name)(make_config())
     assert await asyncio.to_thread(distill.run, distill.load_config(file), resume=True) == FINISHED
 
 

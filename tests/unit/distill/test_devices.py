@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from sized_models import HEAD, INNER, KV, LAYERS, PARAMETERS, SIZES, VOCABULARY, WIDTH, dense, mixture
 from small_config import make_config
 
 from distill.config import RunConfig
@@ -22,33 +22,11 @@ from sync.base.settings import ModelSource
 from teacher_service.config import ENGINES, EngineKind
 
 ROOT = Path(__file__).parents[3]
-LAYERS, WIDTH, INNER, HEADS, KV_HEADS, VOCABULARY = 3, 64, 96, 4, 2, 128
-PARAMETERS = (
-    VOCABULARY * WIDTH  # embeddings, tied to the head
-    + WIDTH  # last norm
-    + LAYERS * (2 * WIDTH * WIDTH + 2 * WIDTH * KV_HEADS * 16 + 3 * WIDTH * INNER + 2 * WIDTH + 2 * 16)
-)
-
-
-SIZES: dict[str, Any] = {
-    "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "head_dim": 16,
-    "num_key_value_heads": KV_HEADS, "vocab_size": VOCABULARY, "dtype": "bfloat16",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny(tmp_path_factory.mktemp("model"))
-
-
-def tiny(folder: Path, **more: Any) -> str:
-    """A folder with the config of a tiny Qwen3, in bfloat16; `more` is written over it."""
-    from transformers import Qwen3Config
-
-    Qwen3Config(intermediate_size=INNER, tie_word_embeddings=True, **SIZES).save_pretrained(folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | more))
-    return str(folder)
+    return dense(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -82,9 +60,8 @@ def test_what_is_in_the_memory_of_each_process(model: str) -> None:
     teacher = {"path": model, "devices": ["1"], "batch_tokens": 1000, "head_chunk": 8}
     student = {"engine_args": engine_args}
     found = terms(apart(model, student=student, teachers={"t": teacher}, trainer=trainer))
-    kv = 2 * LAYERS * KV_HEADS * 16 * 2  # keys and values, 16 bits
     work = float(devices.WORKSPACE)
-    cache = {"KV cache of 100 tokens": 100 * kv}
+    cache = {"KV cache of 100 tokens": 100 * KV}
     assert found["student-0"] == {"weights": 2 * PARAMETERS, "work space": work, **cache}
     assert found["teacher-t"] == {
         "weights": 2 * PARAMETERS,
@@ -100,16 +77,6 @@ def test_what_is_in_the_memory_of_each_process(model: str) -> None:
         "activations of 1,000 tokens": 2 * 1000 * (LAYERS * WIDTH + 16 * WIDTH + 4 * INNER),
         "logits": 3 * 4 * 8 * VOCABULARY,
     }
-
-
-def test_an_environment_on_a_gpu_of_another_process_is_refused(machine: None, model: str) -> None:
-    """What it has in memory is not known; that it computes there is."""
-    game = {"environment": "m:f", "devices": ["0"]}
-    config = apart(model, environments={"game": game})
-    with pytest.raises(ConfigError, match=r"^GPU 0 is used by student-0 .* and environment-game"):
-        devices.check_devices(config)
-    shared = config.with_(run={"share_gpus": True})
-    assert not [line for line in devices.check_devices(shared) if "environment" in line]
 
 
 def test_a_further_engine_has_the_memory_and_the_pace_of_the_way_in_which_it_computes(
@@ -139,7 +106,7 @@ def test_a_further_engine_has_the_memory_and_the_pace_of_the_way_in_which_it_com
     ids=lambda given: given["quant_method"] if isinstance(given, dict) else "",
 )
 def test_a_quantized_teacher_takes_the_bits_of_its_config(tmp_path, given: dict[str, Any], bits: int) -> None:
-    teacher = tiny(tmp_path, quantization_config=given)
+    teacher = dense(tmp_path, quantization_config=given)
     quantized = apart(teacher, teachers={"t": {"path": teacher, "engine": "vllm", "devices": ["1"]}})
     embeddings = VOCABULARY * WIDTH
     expected = 2 * embeddings + bits / 8 * (PARAMETERS - embeddings)
@@ -158,7 +125,7 @@ def test_a_quantized_multimodal_model_takes_the_bits_of_its_outer_config(tmp_pat
 
 
 def test_a_folder_of_quantized_tensors_is_as_large_as_it_is_stored(tmp_path: Path) -> None:
-    source = ModelSource(path=tiny(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4}))
+    source = ModelSource(path=dense(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4}))
     stored = {"packed": np.zeros(100, "i4"), "norm": np.zeros(50, "f2"), "scales": np.zeros(10, "f4")}
     save_file(stored, tmp_path / "model.safetensors")
     assert weight_bytes(source, "auto") == 4 * 100 + 2 * (50 + 10)
@@ -167,14 +134,15 @@ def test_a_folder_of_quantized_tensors_is_as_large_as_it_is_stored(tmp_path: Pat
 
 
 def test_weights_stored_in_any_precision_are_sized(tmp_path: Path) -> None:
-    teacher = {"path": tiny(tmp_path, dtype="float64"), "devices": ["1"]}
+    teacher = {"path": dense(tmp_path, dtype="float64"), "devices": ["1"]}
     assert terms(apart(str(tmp_path), teachers={"t": teacher}))["teacher-t"]["weights"] == 8 * PARAMETERS
 
 
 def test_ranks_share_what_zero_shards_and_offload_and_adapters_take_it_away(model: str, tmp_path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
-    four = terms(apart(model, trainer={"ranks": 2, "devices": "0,1", "hostfile": str(tmp_path / "hosts")}))
-    assert four["trainer"]["optimizer"] == 12 * PARAMETERS / 4
+    for machines in ({"hostfile": str(tmp_path / "hosts")}, {"nodes": 2}):
+        four = terms(apart(model, trainer={"ranks": 2, "devices": "0,1", **machines}))
+        assert four["trainer"]["optimizer"] == 12 * PARAMETERS / 4
     offload = str(ROOT / "configs/deepspeed/zero3_offload.json")
     found = terms(apart(model, trainer={"deepspeed": offload}))["trainer"]
     assert (found["weights"], found["optimizer"], found["gradients"]) == (0, 0, 0)
@@ -186,21 +154,13 @@ def test_ranks_share_what_zero_shards_and_offload_and_adapters_take_it_away(mode
     assert (found["weights"], found["optimizer"], found["gradients"]) == (2 * PARAMETERS, 0, 0)
 
 
-def mixture(folder: Path) -> str:
-    """Layers 0 and 2 have 8 experts of 3 x 64 x 96."""
-    from transformers import Qwen3MoeConfig
-
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
-    Qwen3MoeConfig(**SIZES, **experts, mlp_only_layers=[1]).save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.mark.parametrize("live", [1e9, 1e4], ids=["as many as there are", "a layer at a time"])
 def test_ranks_that_share_experts_gather_a_part_of_them_and_keep_what_zero_keeps(
     tmp_path: Path, live: float
 ) -> None:
-    student, total = {"path": mixture(tmp_path)}, count_parameters(ModelSource(path=str(tmp_path)))
-    layer = 8 * 3 * WIDTH * INNER
+    """Layers 0 and 2 have experts."""
+    student = {"path": mixture(tmp_path, mlp_only_layers=[1])}
+    total, layer = count_parameters(ModelSource(path=str(tmp_path))), 8 * 3 * WIDTH * INNER
 
     def trainer(shared: int) -> dict[str, float]:
         overrides = {"zero_optimization.stage3_max_live_parameters": live}
@@ -223,7 +183,7 @@ def test_tensor_parallel_engines_take_as_many_gpus_as_they_ask_for(model: str) -
     assert [used[f"student-{i}"].gpus for i in (0, 1)] == [("0", "1"), ("2", "3")]
     assert used["student-1"].terms["weights"] == 2 * PARAMETERS / 2
     assert used["teacher-t"].gpus == ("0", "1", "2", "3")
-    heads_are_not_split_further = 2 * LAYERS * 1 * 16 * 2
+    heads_are_not_split_further = 2 * LAYERS * 1 * HEAD * 2
     assert kv_bytes(devices.text_config(config.student), 4) == heads_are_not_split_further
     with pytest.raises(ConfigError, match="need 2 GPUs, and devices names 0: name as many"):
         terms(apart(model, student={**student, "devices": ["0"], "replicas": 1}))
@@ -242,6 +202,11 @@ def test_two_processes_on_a_gpu_are_refused_unless_told(model: str) -> None:
     smaller = {"engine_args": {"gpu-memory-utilization": 0.5}}
     shared = apart(model, evaluation=together, run={"share_gpus": True}, student=smaller)
     assert len(devices.check_devices(shared)) == 4
+    game = {"game": {"environment": "m:f", "devices": ["0"]}}  # computes there, in memory that is not known
+    with pytest.raises(ConfigError, match=r"^GPU 0 is used by student-0 .* and environment-game"):
+        devices.check_devices(apart(model, environments=game))
+    lines = devices.check_devices(apart(model, environments=game, run={"share_gpus": True}))
+    assert not [line for line in lines if "environment" in line]
 
 
 @pytest.mark.usefixtures("machine")
@@ -257,18 +222,11 @@ def test_what_cannot_fit_is_refused_with_the_sum(model: str) -> None:
     problem = r"GPU 2 has 10\.0 GiB, and .* are needed \(evaluator 2\.0 GiB; trainer"
     with pytest.raises(ConfigError, match=problem):
         devices.check_devices(shared)
+    of_two = {"devices": "2,3", "ranks": 2, "micro_batch_tokens": 3_000_000}
+    with pytest.raises(ConfigError, match=r"^GPU 2 has 10\.0 GiB, and .* trainer on GPU 2,3: weights.*\Z"):
+        devices.check_devices(apart(model, trainer=of_two, evaluation={"device": "cpu"}))  # in one line
     large = apart(model, preflight={"gpu_gib": 100.0}, trainer={"micro_batch_tokens": 3_000_000})
     assert devices.check_devices(large)
-
-
-@pytest.mark.usefixtures("machine")
-def test_several_gpus_of_the_same_processes_are_refused_in_one_line(model: str) -> None:
-    trainer = {"devices": "2,3", "ranks": 2, "micro_batch_tokens": 3_000_000}
-    with pytest.raises(ConfigError) as refusal:
-        devices.check_devices(apart(model, trainer=trainer, evaluation={"device": "cpu"}))
-    (line,) = str(refusal.value).splitlines()
-    assert line.startswith("GPU 2 has 10.0 GiB, and ")
-    assert "trainer on GPU 2,3: weights" in line
 
 
 @pytest.mark.usefixtures("machine")

@@ -11,6 +11,7 @@ import pytest
 import typer
 from command import left
 from pyarrow import parquet
+from sized_models import dense
 
 from distill.config.loading import load
 from distill.config.prompts import DatasetPrompts
@@ -28,14 +29,7 @@ ROWS = str(ROOT / "configs/user_run.jsonl")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with the config of a Qwen3 that takes 64 tokens."""
-    from transformers import Qwen3Config
-
-    folder = tmp_path_factory.mktemp("model")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    more = {"num_key_value_heads": 4, "vocab_size": 128, "max_position_embeddings": 64, "dtype": "bfloat16"}
-    Qwen3Config(**sizes, **more).save_pretrained(folder)
-    return str(folder)
+    return dense(tmp_path_factory.mktemp("model"), max_position_embeddings=64)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +39,7 @@ def _in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("gpus", [3, 4, 8])
-def test_every_gpu_has_one_role_at_most(model: str, gpus: int, tmp_path, monkeypatch) -> None:
+def test_every_gpu_has_one_role_at_most(model: str, gpus: int, tmp_path: Path) -> None:
     write(tmp_path / "run.toml", Wanted(model, model, ROWS, gpus, 10.0))
     config = load(tmp_path / "run.toml")
     used = [*config.student.devices, *config.teachers["teacher"].devices, str(config.trainer.devices)]
@@ -79,7 +73,7 @@ def test_a_teacher_that_needs_several_gpus_is_split_over_a_power_of_two(
     assert config.trainer.devices == "4"
 
 
-def test_without_gpus_every_role_computes_on_cores(model: str, tmp_path, monkeypatch) -> None:
+def test_without_gpus_every_role_computes_on_cores(model: str, tmp_path: Path) -> None:
     write(tmp_path / "run.toml", Wanted(model, model, ROWS, 0, 0))
     config = load(tmp_path / "run.toml")
     assert (config.student.devices, config.trainer.devices) == ([], None)
@@ -92,11 +86,14 @@ def test_without_gpus_every_role_computes_on_cores(model: str, tmp_path, monkeyp
         (2, 10.0, ROWS, r"the teacher needs 1, a replica 1 and the trainer 1 .* give 3 or more"),
         (4, 1.0, ROWS, r"needs 2\.0 GiB on each of 4 GPUs, and 0\.9 of 1 GiB are there"),
         (4, 10.0, "rows.jsonl", r"--prompts rows\.jsonl is no file: name a \.jsonl file"),
+        (0, 0.0, "HERE/odd.jsonl", r"its rows have a, b, and none of them is called prompt, messages"),
     ],
 )
 def test_what_does_not_suffice_is_refused_and_nothing_is_written(
     model: str, tmp_path: Path, gpus: int, gib: float, prompts: str, message: str
 ) -> None:
+    (tmp_path / "odd.jsonl").write_text('{"a": "x", "b": "y"}\n')
+    prompts = prompts.replace("HERE", str(tmp_path))
     with pytest.raises(ConfigError, match=message):
         write(tmp_path / "run.toml", Wanted(model, model, prompts, gpus, gib))
     assert not (tmp_path / "run.toml").exists()
@@ -111,23 +108,16 @@ def test_the_command_asks_on_a_terminal_alone_and_overwrites_nothing(
     assert left(*words) == 2
     assert "needs --prompts, --gpus, --gpu-gib: give them" in capsys.readouterr().err
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    answers = {"prompts": ROWS, "gpus": 0}
-    monkeypatch.setattr(typer, "prompt", lambda name, type: answers.pop(name))
+    answers = {"prompts": [ROWS, ROWS], "gpus": [-1, 0]}
+    monkeypatch.setattr(typer, "prompt", lambda name, type: answers[name].pop(0))
+    assert left(*words) == 2
+    assert "--gpus -1 is too little: give 0 or more" in capsys.readouterr().err
     assert left(*words) == 0
-    assert answers == {}
+    assert answers == {"prompts": [], "gpus": []}
     before = (tmp_path / "run.toml").read_text()
     assert left(*words) == 2
     assert "exists, and is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "run.toml").read_text() == before
-
-
-def test_a_number_of_gpus_below_none_is_refused(model: str, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(devices, "gpus", dict)
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(typer, "prompt", lambda name, type: {"gpus": -1}[name])
-    words = ["init", str(tmp_path / "run.toml"), "--teacher", model, "--student", model, "--prompts", ROWS]
-    assert left(*words) == 2
-    assert "--gpus -1 is too little: give 0 or more" in capsys.readouterr().err
 
 
 ANSWERED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -145,7 +135,7 @@ SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     ],
 )
 def test_the_field_is_the_one_that_the_rows_have(
-    model: str, row: object, field: str, drops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, row: object, field: str, drops: bool, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(row) + "\n")
@@ -155,7 +145,7 @@ def test_the_field_is_the_one_that_the_rows_have(
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_a_table_is_read_as_its_folder(model: str, kind: str, tmp_path, monkeypatch) -> None:
+def test_a_table_is_read_as_its_folder(model: str, kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     if kind == "csv":
@@ -170,10 +160,3 @@ def test_a_table_is_read_as_its_folder(model: str, kind: str, tmp_path, monkeypa
     (folder / "other.csv").write_text("question\na\n")
     with pytest.raises(ConfigError, match=r"holds other\.csv too: move the file to a folder of its own"):
         write(tmp_path / "other.toml", Wanted(model, model, str(folder / f"train.{kind}"), 0, 0))
-
-
-def test_rows_without_a_field_that_can_be_a_prompt_are_refused(model: str, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"a": "x", "b": "y"}\n')
-    with pytest.raises(ConfigError, match=r"its rows have a, b, and none of them is called prompt, messages"):
-        write(tmp_path / "run.toml", Wanted(model, model, str(rows), 0, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from ports import free_port
 from reference import parsed
 from waiting import until
 
-from distill.config import RunConfig
 from distill.config.loading import load, validate
 from distill.launch import single_role
 from distill.launch.kubernetes import Target, render
@@ -88,7 +88,7 @@ COUNTS = {
     "evaluator": (1, 1),
     "trainer": (2, 8),
 }
-"""Job → its pods, and the GPUs of each."""
+"""Job → its pods, and the GPUs of each: one for every section that has processes."""
 
 
 class Rendered(NamedTuple):
@@ -161,7 +161,10 @@ def closed(schema: Any) -> Any:
     ids=["plain", "every option"],
 )
 def test_every_object_fits_the_schemas_of_kubernetes_and_jobset(target: Target) -> None:
-    objects = rendered(target=target).objects
+    found = rendered(target=target)
+    objects, volumes = found.objects, [volume for pod in found.pods.values() for volume in pod["volumes"]]
+    claims = {volume["persistentVolumeClaim"]["claimName"] for volume in volumes if volume["name"] == "run"}
+    assert claims == {target.volume or "every-role"}
     kept = set() if target.volume else {"PersistentVolumeClaim"}
     assert objects.keys() == {"Secret", "ConfigMap", "JobSet"} | kept
     for kind, one in objects.items():
@@ -181,15 +184,7 @@ def test_names_are_labels_of_dns_with_what_kubernetes_adds_to_them() -> None:
     assert "63" in refused(f"run.name={'n' * 45}")
     assert "begin with a letter" in refused("run.name='2026'")
     assert "teacher-big-one" in refused("teachers.Big-One={path = 'Qwen/Qwen3-8B', route = ['x']}")
-
-
-def test_volumes_and_policies_name_what_is_there() -> None:
-    found = rendered()
-    spec = found.objects["JobSet"]["spec"]
-    assert spec["successPolicy"]["targetReplicatedJobs"] == ["controller"]
-    assert {rule["action"] for rule in spec["failurePolicy"]["rules"]} == {"FailJobSet"}  # no feature gate
-    for name in found.pods:
-        found.mounts(name)
+    assert "name the other's data sources" in refused("teachers.third={path = 'Qwen/Qwen3-8B'}")
 
 
 # --- what the run needs
@@ -203,9 +198,10 @@ def test_every_role_has_its_pods_and_their_gpus() -> None:
     }
     assert {name: (job["parallelism"], limits[name]) for name, job in found.jobs.items()} == COUNTS
     assert all(job["completions"] == job["parallelism"] for job in found.jobs.values())
-    placed = needs(load(Path("run.toml")), gpus=True)
+    config = load(Path("run.toml"))
+    assert len({process.section for process in processes(config)}) == len(COUNTS) - 1  # the controller
     gpus = sum(pods * gpus for pods, gpus in COUNTS.values())
-    assert sum(need.gpus * need.nodes for need in placed) == gpus
+    assert sum(need.gpus * need.nodes for need in needs(config, gpus=True)) == gpus
     without = rendered(target=Target("image", gpus=False))
     assert "nvidia.com/gpu" not in without.text
 
@@ -243,6 +239,9 @@ def test_servers_answer_health_where_kubernetes_asks() -> None:
 
 def test_each_role_has_its_own_restarts_and_the_controller_ends_the_run() -> None:
     found = rendered()
+    run = found.objects["JobSet"]["spec"]
+    assert run["successPolicy"]["targetReplicatedJobs"] == ["controller"]
+    assert {rule["action"] for rule in run["failurePolicy"]["rules"]} == {"FailJobSet"}  # no feature gate
     limits = {name: job["backoffLimit"] for name, job in found.jobs.items()}
     assert limits == {name: 6 if name == "trainer" else 3 for name in COUNTS}  # both machines restart
     for name, job in found.jobs.items():
@@ -268,18 +267,11 @@ def test_a_pod_that_is_told_to_end_is_not_done(tmp_path: Path) -> None:
 def test_a_controller_that_has_begun_goes_on(tmp_path: Path) -> None:
     command = rendered(f"run.folder='{tmp_path}/a b'").container("controller")["command"]
     folder = tmp_path / "a b/Every.Role"
-
-    def told() -> str:
-        return subprocess.check_output([*command, "echo", "x"], text=True)
-
-    assert told() == "x\n"
-    folder.mkdir(parents=True)
-    assert told() == "x\n"
-    (folder / "run.db").touch()
-    assert told() == "x --resume\n"
-    (folder / "run.db").unlink()
-    (folder / "journal").mkdir()  # of an earlier release
-    assert told() == "x --resume\n"
+    for record, resumed in {"": "", "mirrors": "", "run.db": " --resume", "journal": " --resume"}.items():
+        shutil.rmtree(folder, ignore_errors=True)
+        if record:  # a journal is an earlier release's
+            (folder / record).mkdir(parents=True)
+        assert subprocess.check_output([*command, "echo", "x"], text=True) == f"x{resumed}\n"
 
 
 # --- disk
@@ -305,15 +297,8 @@ def test_the_volume_is_mounted_where_the_run_s_folder_outlasts_a_pod_or_is_read(
     places |= dict.fromkeys(FOLLOWING & sharing, "/runs/Every.Role/mirrors")
     places["teacher-big-one"] = "/runs/Every.Role"
     assert of_the_node == places
-    assert {name for name, one in mounts.items() if "/dev/shm" in one} == {
-        name for name, (_, gpus) in COUNTS.items() if gpus
-    }
-
-
-def test_a_claim_that_exists_is_used_by_every_pod_with_a_volume() -> None:
-    pods = rendered(target=Target("image", volume="team")).pods.values()
-    volumes = [volume for pod in pods for volume in pod["volumes"] if volume["name"] == "run"]
-    assert {volume["persistentVolumeClaim"]["claimName"] for volume in volumes} == {"team"}
+    computing = {name for name, (_, gpus) in COUNTS.items() if gpus}
+    assert {name for name, one in mounts.items() if "/dev/shm" in one} == computing
 
 
 def test_without_a_volume_nothing_is_claimed_and_a_lost_record_ends_the_run() -> None:
@@ -322,8 +307,7 @@ def test_without_a_volume_nothing_is_claimed_and_a_lost_record_ends_the_run() ->
     assert "weights.store.type" in refused(model, target=target)
     assert "/runs/models/big would be on it" in refused(store, target=target)
     found = rendered(store, model, target=target)
-    assert "persistentVolumeClaim" not in found.text
-    assert "PersistentVolumeClaim" not in found.objects
+    assert "persistentvolumeclaim" not in found.text.lower()
     assert found.jobs["controller"]["backoffLimit"] == 0
 
 
@@ -347,10 +331,10 @@ def test_pods_read_the_configuration_with_its_overrides_and_files() -> None:
         assert found.files[path.removeprefix("/config/")] == Path(name).read_text()
     assert within.run.folder == Path("/runs")
     assert within.run.code_folder is None  # so it is the file's folder, /config
-
-
-def test_a_rendering_is_the_same_twice() -> None:
-    assert rendered().text == rendered().text
+    found = rendered("teachers.itself.path='/models/of-the-image'", "run.folder='/mnt/team/runs'")
+    within = tomllib.loads(found.files["run.toml"])
+    assert within["teachers"]["itself"]["path"] == "/models/of-the-image", "a pod's own is left as it is"
+    assert found.mounts("trainer")["/mnt/team/runs"] == "persistentVolumeClaim"
 
 
 # --- secrets
@@ -362,9 +346,9 @@ def test_the_token_is_in_the_secret_alone_and_the_file_is_for_its_owner() -> Non
     text = Path("out.yaml").read_text()
     assert Path("out.yaml").stat().st_mode & 0o777 == 0o600
     assert text.count(TOKEN) == 1
-    objects = {one["kind"]: one for one in yaml.safe_load_all(text)}
-    assert objects["Secret"]["stringData"] == {"token": TOKEN}
     found = rendered(target=Target("image", secret="keys"))
+    assert text == found.text.replace(" FILE", " out.yaml"), "a rendering is the same twice"
+    assert found.objects["Secret"]["stringData"] == {"token": TOKEN}
     for name, pod in found.pods.items():
         (token,) = (one["secret"] for one in pod["volumes"] if "secret" in one)
         assert token == {"secretName": "every-role", "defaultMode": 0o400}
@@ -409,29 +393,18 @@ def test_secrets_of_the_configuration_are_refused_and_not_shown() -> None:
         ("environments.guess.environment='package:guess'", "install it in the image"),
         ("environments.guess.python='.venv/bin/python'", "is relative"),
         ("weights.store={type = 'directory', path = '/elsewhere'}", "weights.store.path"),
+        ("run.share_gpus=true; trainer.devices='0,1'", "run.share_gpus … trainer.devices"),
     ],
 )
-def test_what_pods_would_not_find_is_refused_by_name(override: str, named: str, here: Path) -> None:
+def test_all_that_pods_would_not_find_is_refused_by_name(override: str, named: str, here: Path) -> None:
     (here / "folder").mkdir()
     (here / "package").mkdir()
     (here / "large.jsonl").write_text("x" * 1_000_001)
     (here / "binary").write_bytes(b"\xff\xfe")
     told = refused(*override.split("; "))
-    assert named in told
-    assert len(told.splitlines()) == 2  # the first says what follows
-
-
-def test_every_problem_is_told_at_once_and_keys_that_contradict_each_other_are_one() -> None:
-    told = refused("run.share_gpus=true", "trainer.devices='0,1'", "prompts.parts.rows.path='none.jsonl'")
-    assert len(told.splitlines()) == 4
-    assert "name the other's data sources" in refused("teachers.third={path = 'Qwen/Qwen3-8B'}")
-
-
-def test_paths_of_pods_are_left_as_they_are() -> None:
-    found = rendered("teachers.itself.path='/models/of-the-image'", "run.folder='/mnt/team/runs'")
-    within = tomllib.loads(found.files["run.toml"])
-    assert within["teachers"]["itself"]["path"] == "/models/of-the-image"
-    assert found.mounts("trainer")["/mnt/team/runs"] == "persistentVolumeClaim"
+    names = named.split(" … ")
+    assert all(name in told for name in names)
+    assert len(told.splitlines()) == 1 + len(names)  # the first says what follows
 
 
 @pytest.mark.parametrize(
@@ -445,11 +418,6 @@ def test_paths_of_pods_are_left_as_they_are() -> None:
 )
 def test_every_other_job_has_its_pods_whatever_is_set(override: str, without: set[str]) -> None:
     assert rendered(override).jobs.keys() == COUNTS.keys() - without
-
-
-def test_the_configuration_of_this_test_has_every_section_with_processes() -> None:
-    config: RunConfig = load(Path("run.toml"))
-    assert len({process.section for process in processes(config)}) == len(COUNTS) - 1  # the controller
 
 
 def test_the_example_with_each_role_alone_goes_there_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,7 +456,6 @@ def test_a_role_waits_until_the_controller_has_a_name(monkeypatch: pytest.Monkey
 
 def test_a_role_takes_the_port_that_it_is_told() -> None:
     free = free_port()
-    with Ports(only=free) as ports:
-        assert ports.take("127.0.0.1", 0, "student.port") == free
-    with Ports(only=free) as ports:
-        assert ports.take("127.0.0.1", 1, "student.port") == free
+    for configured in (0, 1):
+        with Ports(only=free) as ports:
+            assert ports.take("127.0.0.1", configured, "student.port") == free

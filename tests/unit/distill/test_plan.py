@@ -15,6 +15,20 @@ import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
 from command import left
+from sized_models import (
+    HEAD,
+    HEADS,
+    INNER,
+    KV,
+    KV_HEADS,
+    LAYER,
+    LAYERS,
+    PARAMETERS,
+    VOCABULARY,
+    WIDTH,
+    dense,
+    mixture,
+)
 from small_config import make_config
 
 import distill
@@ -38,24 +52,14 @@ from sync.base.settings import ModelSource
 
 ROOT = Path(__file__).parents[3]
 DEEPSPEED = str(ROOT / "configs/deepspeed/zero3_gpu.json")
-LAYERS, WIDTH, INNER, HEADS, KV_HEADS, HEAD, VOCABULARY = 3, 64, 96, 4, 2, 16, 128
-LAYER = 2 * WIDTH * HEADS * HEAD + 2 * WIDTH * KV_HEADS * HEAD + 2 * WIDTH + 2 * HEAD
-PARAMETERS = VOCABULARY * WIDTH + WIDTH + LAYERS * (LAYER + 3 * WIDTH * INNER)
 FLOPS, BYTES = 1e9, 1e6
 GPU = Device("h100", 2 * FLOPS, 4 * BYTES, 10.0, 256, 0.5, 0.25)
 """Reaches FLOPS and BYTES a second."""
-SIZES: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
-SIZES |= {"num_key_value_heads": KV_HEADS, "head_dim": HEAD, "vocab_size": VOCABULARY, "dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with the config of a tiny Qwen3."""
-    from transformers import Qwen3Config
-
-    folder = tmp_path_factory.mktemp("model")
-    Qwen3Config(intermediate_size=INNER, tie_word_embeddings=True, **SIZES).save_pretrained(folder)
-    return str(folder)
+    return dense(tmp_path_factory.mktemp("model"))
 
 
 def on_gpus(model: str, **sections: Any) -> RunConfig:
@@ -85,17 +89,13 @@ def forward(tokens: float) -> float:
 def test_shape_and_forward_pass_of_a_dense_model(model: str) -> None:
     shape = shape_of(ModelSource(path=model))
     assert shape.active == shape.parameters == PARAMETERS
-    assert shape.kv == 2 * 2 * LAYERS * KV_HEADS * HEAD
+    assert shape.kv == KV
     assert shape.forward(10) == forward(10)
     assert shape.read(1) == shape.read(100) == PARAMETERS
 
 
 def test_experts_and_embeddings_that_multiply_nothing_are_left_out(tmp_path: Path) -> None:
-    from transformers import Qwen3MoeConfig
-
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
-    Qwen3MoeConfig(**experts, tie_word_embeddings=False, **SIZES).save_pretrained(tmp_path)
-    shape = shape_of(ModelSource(path=str(tmp_path)))
+    shape = shape_of(ModelSource(path=mixture(tmp_path, tie_word_embeddings=False)))
     one_expert, router = 3 * WIDTH * INNER, WIDTH * 8
     shared = VOCABULARY * WIDTH + WIDTH + LAYERS * (LAYER + router)
     assert shape.active == pytest.approx(shared + LAYERS * 2 * one_expert)
@@ -124,19 +124,16 @@ def test_seconds_flops_and_tokens_of_each_stage(model: str) -> None:
     assert trainer.seconds == trainer.flops / (2 * FLOPS)
     in_flight = 3 * 8 / 2  # of a replica, by the capacity rule: (max_staleness + 1) batches in all
     assert found.in_flight == 2 * in_flight
-    kv = 2 * 2 * LAYERS * KV_HEADS * HEAD
-    step = (2 * PARAMETERS + in_flight * (4 + 8 / 2) * kv) / BYTES
+    step = (2 * PARAMETERS + in_flight * (4 + 8 / 2) * KV) / BYTES
     prefill, again = 8 * forward(4) / (2 * FLOPS), 2 * in_flight * forward(8) / (2 * FLOPS)
     assert replicas.seconds == pytest.approx(8 * 8 / (2 * in_flight) * step + prefill + again)
     kept = planned(on_gpus(model, weights={"kv_on_swap": "keep"}))
     assert kept.step_seconds == pytest.approx(replicas.seconds - again)
     assert found.step_seconds == replicas.seconds == found.slowest[0].seconds
-    id_logprob_score_entropy = 4 * 4
+    of_a_token = 4 * 4  # id, log-probability, score, entropy
     assert (found.tokens, found.gpus) == (64, 6)
     assert found.hours == 6 * found.step_seconds / 3600
-    assert found.record_bytes_a_day == pytest.approx(
-        id_logprob_score_entropy * 64 / found.step_seconds * 86400
-    )
+    assert found.record_bytes_a_day == pytest.approx(of_a_token * 64 / found.step_seconds * 86400)
 
 
 @pytest.mark.parametrize(
@@ -177,9 +174,8 @@ def shown(found: estimate.Plan) -> str:
 
 
 def test_memory_bounds_what_is_in_flight(model: str) -> None:
-    kv, free = 2 * 2 * LAYERS * KV_HEADS * HEAD, 5 * (4 + 8 / 2)
-    reserved = 2 * PARAMETERS + devices.WORKSPACE
-    config = on_gpus(model, preflight={"gpu_gib": (reserved + free * kv) / 0.92 / GIB})
+    reserved, free = 2 * PARAMETERS + devices.WORKSPACE, 5 * (4 + 8 / 2)
+    config = on_gpus(model, preflight={"gpu_gib": (reserved + free * KV) / 0.92 / GIB})
     assert planned(config).in_flight == pytest.approx(2 * 5)
 
 
@@ -251,7 +247,8 @@ def test_bytes_of_a_version(model: str) -> None:
 def test_a_split_is_suggested_from_twice_the_next_stage_on(model: str) -> None:
     found = planned(on_gpus(model), measured=estimate.Calibration({"generate": 1e-3}))
     assert "give replicas more GPUs, first from t" in forecast.split(found)
-    assert forecast.split(planned(on_gpus(model), measured=level(planned(on_gpus(model))))) == ""
+    level = estimate.Calibration({stage.kind: stage.seconds for stage in planned(on_gpus(model)).stages})
+    assert forecast.split(planned(on_gpus(model), measured=level)) == "", "every stage takes a second"
 
 
 @pytest.mark.parametrize(
@@ -282,35 +279,18 @@ def test_the_faster_precision_of_cores_is_named(single: float | None, words: str
     assert bool(words) == bool(forecast.precision(core))
 
 
-def level(found: estimate.Plan) -> estimate.Calibration:
-    """Every stage takes a second."""
-    return estimate.Calibration({one.kind: one.seconds for one in found.stages})
-
-
 def test_roles_whose_gpus_are_unknown_are_refused(model: str) -> None:
     config = on_gpus(model, student={"devices": [], "urls": ["http://elsewhere:1"]})
     with pytest.raises(ConfigError, match=r"student\.devices is not set.*name the GPUs in student\.devices"):
         planned(config)
 
 
-@pytest.mark.parametrize(
-    ("names", "row"),
-    [
-        ({"NVIDIA H100 80GB HBM3"}, "h100"),
-        ({"NVIDIA A100-SXM4-40GB"}, "a100"),
-        ({"NVIDIA L4"}, "l4"),
-        ({"NVIDIA GeForce RTX 4090"}, "rtx4090"),
-        ({"NVIDIA L40S"}, None),
-        ({"NVIDIA H100 PCIe"}, None),
-        ({"NVIDIA L4", "NVIDIA H200"}, None),
-    ],
-)
-def test_a_gpu_is_known_by_its_name_or_refused(names: set[str], row: str | None) -> None:
-    if row is not None:
-        assert of_names(names) is DEVICES[row]
-        return
-    with pytest.raises(ConfigError, match=r"name the nearest with --device"):
-        of_names(names)
+def test_a_gpu_is_known_by_its_name_or_refused() -> None:
+    rows = {"H100 80GB HBM3": "h100", "A100-SXM4-40GB": "a100", "L4": "l4", "GeForce RTX 4090": "rtx4090"}
+    assert [of_names({f"NVIDIA {name}"}) for name in rows] == [DEVICES[row] for row in rows.values()]
+    for names in ({"NVIDIA L40S"}, {"NVIDIA H100 PCIe"}, {"NVIDIA L4", "NVIDIA H200"}):
+        with pytest.raises(ConfigError, match=r"name the nearest with --device"):
+            of_names(names)
 
 
 def test_a_transformers_teacher_computes_on_one_of_its_gpus_at_a_time(model: str) -> None:
@@ -336,14 +316,22 @@ def test_a_measured_run_replaces_what_is_assumed(model: str, tmp_path: Path) -> 
         measure(tmp_path / "none")
 
 
-def test_a_run_whose_student_generates_nothing_calibrates_no_plan(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("measures", "words"),
+    [
+        ({"measured"}, r"--measured .*objective\.on_policy = 0.*on_policy above 0"),
+        ({"probe"}, r"--probe measures the student's generation"),
+        ({"measured", "probe"}, "leave one of them out"),
+    ],
+    ids=["a run that generated nothing", "a student that generates nothing", "two runs"],
+)
+def test_what_calibrates_no_plan_is_refused(model: str, tmp_path, measures: set[str], words: str) -> None:
     made_run(tmp_path)
     config = on_gpus(model, objective={"type": "sft"})
     (tmp_path / "config.json").write_text(config.model_dump_json())
-    with pytest.raises(ConfigError, match=r"--measured .*objective\.on_policy = 0.*on_policy above 0"):
-        distill.plan(config, device="h100", measured=tmp_path)
-    with pytest.raises(ConfigError, match=r"--probe measures the student's generation"):
-        distill.plan(config, device="h100", probe=True)
+    measured = tmp_path if "measured" in measures else None
+    with pytest.raises(ConfigError, match=words):
+        distill.plan(config, device="h100", measured=measured, probe="probe" in measures)
 
 
 def test_steps_on_what_was_generated_before_the_first_or_for_the_last_are_not_measured(tmp_path) -> None:
@@ -437,7 +425,9 @@ def on_slurm(model: str, nodes: int) -> RunConfig:
     )
 
 
-def test_on_slurm_roles_have_the_gpus_of_their_placement(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_slurm_roles_have_and_are_measured_on_the_gpus_of_their_placement(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two replicas of one GPU, a teacher of two, ranks on two machines: eight GPUs, none used twice."""
     monkeypatch.setattr(devices, "gpus", lambda: {"0": 80.0 * GIB})  # here, on no node
     config = on_slurm(model, nodes=2)
@@ -452,40 +442,12 @@ def test_on_slurm_roles_have_the_gpus_of_their_placement(model: str, monkeypatch
     assert len(alone) == len(set(alone)) == 4
     assert (*found.lines,)[: len(found.machines)] == (*found.machines,)
     assert found.figures["machines"] == [*found.machines]
-
-
-@pytest.mark.parametrize(("given", "teacher"), [({}, 0), ({"gpus": 1}, 1)])
-def test_roles_on_the_cpu_have_no_gpu_of_a_cluster(model: str, given: dict[str, int], teacher: int) -> None:
-    config = make_config(
-        student={"path": model},
-        teachers={"t": {"path": model, "device": "cpu", **given}},
-        evaluation={"device": "cpu"},
-        trainer={"ranks": 1, "deepspeed": DEEPSPEED},
-        cluster={"type": "slurm", "gpus_per_node": 2, "cpus_per_node": 8},
-    )
-    taken = {need.name: need.gpus for need in placement.needs(config, gpus=True)}
-    assert taken == {"student-0": 1, "teacher-t": teacher, "evaluator": 0, "trainer": 1}
-
-
-def test_a_run_on_slurm_is_measured_on_the_gpus_of_its_placement(model: str, tmp_path: Path) -> None:
-    config = on_slurm(model, nodes=2)
     made_run(tmp_path)
     (tmp_path / "config.json").write_text(config.model_dump_json())
-    found = distill.plan(config, device="h100", measured=tmp_path)
-    assert found.plan.step_seconds == pytest.approx(2)
-
-
-def test_a_run_that_its_machines_do_not_hold_is_refused_by_the_plan(model: str) -> None:
+    measured = distill.plan(config, device="h100", measured=tmp_path)
+    assert measured.plan.step_seconds == pytest.approx(2)
     with pytest.raises(ConfigError, match="trainer needs 2 machines with 2 GPUs each"):
         distill.plan(on_slurm(model, nodes=1), device="h100")
-
-
-def test_ranks_of_all_machines_share_what_zero_shards(model: str) -> None:
-    def weights(nodes: int) -> float:
-        config = on_gpus(model, trainer={"nodes": nodes})
-        return next(use.terms["weights"] for use in devices.uses(config, []) if use.process == "trainer")
-
-    assert weights(2) == weights(1) / 2
 
 
 def test_a_process_that_registers_has_the_gpus_of_its_devices(model: str, monkeypatch) -> None:
@@ -511,25 +473,25 @@ def test_processes_that_register_are_not_placed_on_the_controller_s_gpus(model: 
 # --- `distill plan --probe` around its run; tests/integration/test_base_student.py makes a real one
 
 
-async def begun(config: RunConfig, ends: list[float], then: BaseException | None) -> None:
-    """In place of a run: its steps end at these seconds, then it fails, or goes on for ever."""
-    config.run_dir.mkdir(parents=True)
-    lines = JsonLines(config.run_dir / "metrics.jsonl")
-    for end in ends:
-        lines.write({"step": 1, "time": end, "train/rows": 8})
-    if then is not None:
-        raise then
-    await asyncio.Event().wait()
-
-
 @pytest.mark.virtual_time
-async def test_it_is_stopped_after_its_seconds_and_as_many_steps_as_a_mean_takes(
+async def test_it_is_stopped_after_its_seconds_and_as_many_steps_as_a_mean_takes_and_fails_with_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
 
-    async def of_a_run(*ends: float) -> Path:
-        monkeypatch.setattr(probe, "run", lambda config, **_: begun(config, [*ends], None))
+    async def of_a_run(*ends: float, then: BaseException | None = None) -> Path:
+        """The probe of a run whose steps end at these seconds; then it fails, or goes on for ever."""
+
+        async def begun(config: RunConfig, **_: object) -> None:
+            config.run_dir.mkdir(parents=True)
+            lines = JsonLines(config.run_dir / "metrics.jsonl")
+            for end in ends:
+                lines.write({"step": 1, "time": end, "train/rows": 8})
+            if then is not None:
+                raise then
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(probe, "run", begun)
         return await probe.probe(make_config(), tmp_path / str(ends), said.append)
 
     enough = 0.0, 1.0, 2.0, 3.0, 4.0, probe.SECONDS
@@ -538,31 +500,23 @@ async def test_it_is_stopped_after_its_seconds_and_as_many_steps_as_a_mean_takes
     for few in (enough[1:], enough[:-1]):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(of_a_run(*few), 3600)
-
-
-@pytest.mark.virtual_time
-async def test_a_run_that_fails_fails_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "run", lambda config, **_: begun(config, [], RemoteError("teacher ended")))
     with pytest.raises(RemoteError, match="teacher ended"):
-        await probe.probe(make_config(), tmp_path, print)
+        await of_a_run(then=RemoteError("teacher ended"))
 
 
-def test_its_run_leaves_nothing_outside_its_folder(tmp_path: Path) -> None:
+def test_its_run_leaves_nothing_outside_its_folder_and_goes_on_after_bad_steps(tmp_path: Path) -> None:
     store = {"type": "bucket", "bucket": "acme/weights"}
     weights = {"store": store, "codec": "small"}
-    config = make_config(run={"steps": 900}, weights=weights, tracking={"wandb": "online"})
+    bad = {"max_grad_norm": 0.1, "patience": 1}
+    config = make_config(run={"steps": 900}, weights=weights, tracking={"wandb": "online"}, guard=bad)
     short = probe.shortened(config, tmp_path)
     assert short.run_dir == tmp_path / "probe"
     assert (short.weights.store.type, short.weights.codec) == ("directory", "small")
     assert (short.tracking.wandb, short.tracking.samples_every, short.evaluation) == ("disabled", 0, None)
     assert (short.trainer.checkpoint_every, short.trainer.checkpoint_minutes) == (0, 0)
     assert short.run.steps == 900
-
-
-def test_bad_steps_do_not_hold_it(tmp_path: Path) -> None:
-    limits = make_config(guard={"max_grad_norm": 0.1, "patience": 1}).guard
-    guard = Guard(probe.shortened(make_config(guard=limits.model_dump()), tmp_path).guard)
-    assert Guard(limits).look(1, {"grad_norm": 1.0})
+    assert Guard(config.guard).look(1, {"grad_norm": 1.0})
+    guard = Guard(short.guard)
     assert not any(guard.look(step, {"loss": math.nan, "grad_norm": 1.0}) for step in range(100))
 
 
@@ -578,8 +532,3 @@ def test_bad_steps_do_not_hold_it(tmp_path: Path) -> None:
 def test_roles_elsewhere_are_refused(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"--probe starts .* and {words}: .*--measured RUN_DIR"):
         probe.check_here(make_config(**section))
-
-
-def test_a_plan_is_calibrated_by_one_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="leave one of them out"):
-        distill.plan(make_config(), measured=tmp_path, probe=True)

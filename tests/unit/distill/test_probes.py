@@ -88,17 +88,6 @@ def shifted(by: int) -> Score:
     return changed(lambda scores: np.append([-1.0] * -by, scores[:by]))
 
 
-def last_tokens(count: int) -> Score:
-    """A server that sees no more than the last `count` tokens."""
-    seen = lambda ids, i: whole_prefix(ids[max(0, i + 1 - count) : i + 1])[-1]  # noqa: E731
-    return teacher(lambda ids: np.stack([seen(ids, i) for i in range(len(ids))]))
-
-
-def refusing(longest: int) -> Score:
-    fits = lambda s: s.token_ids.shape[0] <= longest  # noqa: E731
-    return altered(lambda _, s, answer: answer if fits(s) else ScoreRefused(s.id, "too long"))
-
-
 def caught(finding: Finding, says: str) -> None:
     assert finding.problem is not None, finding.line
     assert says in finding.line, finding.line
@@ -154,38 +143,37 @@ async def test_a_teacher_that_is_shifted_or_uniform_is_caught(wrong: Score, says
 
 @pytest.mark.parametrize("seen", [T, T + 4])
 async def test_a_truncated_context_is_caught(seen: int) -> None:
+    """Of a server that sees no more than the last `seen` tokens, and of one that refuses longer sequences."""
     longest = probes.longest_sequence(PROMPTS, 30, T)
-    caught(await probes.not_truncated(last_tokens(seen), longest, V), "does not see the beginning")
-    caught(await probes.not_truncated(refusing(30), longest, V), "raise the teacher's max_length")
+    last = lambda ids, i: whole_prefix(ids[max(0, i + 1 - seen) : i + 1])[-1]  # noqa: E731
+    forgetful = teacher(lambda ids: np.stack([last(ids, i) for i in range(len(ids))]))
+    caught(await probes.not_truncated(forgetful, longest, V), "does not see the beginning")
+    fits = lambda sequence: sequence.token_ids.shape[0] <= 30  # noqa: E731
+    refusing = altered(lambda _, s, answer: answer if fits(s) else ScoreRefused(s.id, "too long"))
+    caught(await probes.not_truncated(refusing, longest, V), "raise the teacher's max_length")
 
 
-async def test_a_teacher_that_leaks_between_sequences_is_caught() -> None:
+async def test_answers_of_a_batch_that_are_not_those_of_each_sequence_alone_are_caught() -> None:
     leaks = changed(lambda scores: scores - np.float32(0.1), first=1)
     finding, noise = await probes.repeatable(leaks, SEQUENCES, 1e-3)
     caught(finding, "scored differently in a batch than alone")
     assert noise == pytest.approx(0.1, abs=1e-5)
-
-
-async def test_a_teacher_that_returns_fewer_scores_than_tokens_is_caught() -> None:
     finding, _ = await probes.repeatable(changed(lambda scores: scores[1:]), SEQUENCES, 1e-3)
     caught(finding, "[7, 7, 7, 7] scores for [8, 8, 8, 8] tokens")
 
 
-async def test_a_swapped_vocabulary_is_caught_by_its_scores() -> None:
-    order = np.arange(V)
-    order[[4, 9]] = order[[9, 4]]
-    swapped = await probes.scores(teacher(lambda ids: whole_prefix(order[ids])[:, order]), SEQUENCES)
-    plain = await probes.scores(teacher(), SEQUENCES)
-    caught(probes.equals_plain(swapped, plain, 1e-3), "another order of the vocabulary")
+SWAPPED = np.arange(V)
+SWAPPED[[4, 9]] = [9, 4]
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
         (teacher(lambda ids: whole_prefix(ids, 0.6)), "another temperature"),
+        (teacher(lambda ids: whole_prefix(SWAPPED[ids])[:, SWAPPED]), "another order of the vocabulary"),
         (changed(lambda scores: scores * np.nan), "mean difference nan"),
     ],
-    ids=["another temperature", "not a number"],
+    ids=["another temperature", "another order of the vocabulary", "not a number"],
 )
 async def test_scores_that_are_not_those_of_a_plain_pass_are_caught(wrong: Score, says: str) -> None:
     plain = await probes.scores(teacher(), SEQUENCES)
@@ -218,19 +206,12 @@ def test_another_chat_template_is_caught_where_prompts_use_it(ours: str | None) 
     assert probes.same_template("d" * 32, info(), needed=True).problem is None
 
 
-def test_a_prompt_that_leaves_no_room_for_its_completion_is_caught() -> None:
-    assert probes.fits("it", 52, 12, 64, "raise it").problem is None
-    caught(probes.fits("it", 53, 12, 64, "raise it"), "up to 53 + 12. rollouts would be cut")
-
-
 # --- the objective ------------------------------------------------------------------------------------------
 
 TOKENS = torch.arange(12) % V
 STUDENT = torch.from_numpy(ARROWS[:12]).float().log_softmax(1)
 TEACHER = torch.from_numpy(ARROWS[12:24]).float().log_softmax(1)
-OBJECTIVES: list[ObjectiveConfig] = [
-    Full(), Sampled(), TopK(k=5), ForwardTopK(k=5), JSD(), SkewReverse()
-]  # fmt: skip
+OBJECTIVES: list[ObjectiveConfig] = [Full(), Sampled(), TopK(k=5), ForwardTopK(k=5), JSD(), SkewReverse()]
 
 
 @pytest.mark.parametrize("config", OBJECTIVES, ids=lambda config: config.type)
@@ -273,7 +254,7 @@ def test_an_objective_that_does_not_rest_at_its_teacher_is_caught() -> None:
     caught(probes.self_teacher(loss, gradient), "minimum is not at the teacher")
 
 
-# --- rollouts -----------------------------------------------------------------------------------------------
+# --- rollouts, and figures alone ---------------------------------------------------------------------------
 
 
 async def test_a_rollout_engine_of_other_weights_is_caught() -> None:
@@ -286,6 +267,8 @@ async def test_a_rollout_engine_of_other_weights_is_caught() -> None:
     caught(probes.rollouts_match(probes.mismatch(p, hot), 0.02, "p"), "does not sample from the weights")
 
 
-def test_dense_scores_of_other_positions_are_caught() -> None:
+def test_a_figure_is_caught_where_it_is_beyond_its_limit() -> None:
     assert probes.scores_match(0.0004, 0.1).problem is None
     caught(probes.scores_match(2.0, 0.1), "they are shifted, or its head is another one")
+    assert probes.fits("it", 52, 12, 64, "raise it").problem is None
+    caught(probes.fits("it", 53, 12, 64, "raise it"), "up to 53 + 12. rollouts would be cut")

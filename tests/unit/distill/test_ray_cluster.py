@@ -40,14 +40,12 @@ def test_a_client_names_variables_and_finds_their_values_in_its_environment(monk
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     nodes = [Node("10.0.0.2", 8, 64), Node("10.0.0.3", 8, 64)]
-    line = Ray(CLUSTER).client(
-        Process("trainer", 4, 2), nodes, ["distill", "train", "-x"], {"OTHER": "value 4"}
-    )
+    line = Ray(CLUSTER).client(Process("trainer", 4, 2), nodes, ["distill", "-x"], {"OTHER": "value 4"})
     assert not any("value" in word for word in line)
     order = parse(line[line.index("distill.launch.ray_role") + 1 :])
     assert (order.command.name, order.address, order.gpus) == ("trainer", "10.0.0.1:6379", 4)
     assert order.nodes == ["10.0.0.2", "10.0.0.3"]
-    assert order.command.argv == ["distill", "train", "-x"]
+    assert order.command.argv == ["distill", "-x"]
     assert {name: order.command.env[name] for name in given} == given
     assert not set(order.command.env) - set(given) - {name for name in order.command.env if "HF_" in name}
 

@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import threading
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -70,26 +69,20 @@ def rewarded(name: str, answer: str, completion: str) -> Reward:
         ("contains", "4", "it is 4.", "it is 4.5"),
         ("contains", "0.5", "0.5, so", "10.5"),
         ("number", "9007199254740993", "9007199254740993", "9007199254740992"),
+        ("math", "1/2", r"so it is $\frac{2}{4}$", r"so it is $\frac{1}{3}$"),
+        ("math", r"\boxed{(x+1)^2}", r"thus \boxed{x^2+2x+1}", r"thus \boxed{x^2+2x}"),
+        ("math", "72", r"the answer is \boxed{72}", r"72 at first, then \boxed{71}"),
+        ("math", "10^{5000}", r"\boxed{10^{5000}+0}", r"\boxed{1}"),  # too long to be written
+        ("math", "7" * 5000, rf"\boxed{{{'7' * 5000}}}", r"\boxed{7}"),
     ],
+    ids=lambda text: text[:20],
 )
 def test_an_answer_is_right_or_wrong(name: str, answer: str, right: str, wrong: str) -> None:
-    assert rewarded(name, answer, right).value == 1.0
-    assert rewarded(name, answer, wrong).value == 0.0
-
-
-@pytest.mark.parametrize(
-    ("answer", "right", "wrong"),
-    [
-        ("1/2", r"so it is $\frac{2}{4}$", r"so it is $\frac{1}{3}$"),
-        (r"\boxed{(x+1)^2}", r"thus \boxed{x^2+2x+1}", r"thus \boxed{x^2+2x}"),
-        ("72", r"the answer is \boxed{72}", r"72 at first, then \boxed{71}"),
-    ],
-)
-def test_math_verify_compares_final_answers(answer: str, right: str, wrong: str) -> None:
-    pytest.importorskip("math_verify")
-    assert rewarded("math", answer, right).value == 1.0
-    assert rewarded("math", answer, wrong).value == 0.0
-    assert rewarded("math", answer, right).answer != rewarded("math", answer, wrong).answer
+    if name == "math":
+        pytest.importorskip("math_verify")
+    of_right, of_wrong = rewarded(name, answer, right), rewarded(name, answer, wrong)
+    assert (of_right.value, of_wrong.value) == (1.0, 0.0)
+    assert of_right.answer != of_wrong.answer or name == "contains", "which names none"
 
 
 def test_a_check_that_math_verify_has_no_time_for_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,12 +109,6 @@ def test_a_check_without_a_verdict_costs_its_completion_by_name(monkeypatch: pyt
     problem = r"'math'.*has no verdict on '.*1\+x.*' for the reference 'x\+1' \(Over"
     with pytest.raises(DataError, match=problem):
         rewarded("math", "x+1", "\\boxed{1+x}")
-
-
-def test_a_number_too_long_to_be_written_is_named_in_the_completions_words() -> None:
-    pytest.importorskip("math_verify")
-    assert rewarded("math", "10^{5000}", "\\boxed{10^{5000}+0}").value == 1.0
-    assert rewarded("math", "7" * 5000, f"\\boxed{{{'7' * 5000}}}").value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -181,6 +168,8 @@ def test_rows_are_rewarded_if_a_reward_function_is_set(tmp_path: Path) -> None:
         assert reward_fn(prompt, f"{right}").value == 1.0
         assert reward_fn(prompt, f"{right}0").value == 0.0
     assert open_rows(tmp_path, rows, answer_field="gold").rewards is None
+    with pytest.raises(ConfigError, match=r"a reference answer: name its field in prompts\.answer"):
+        open_rows(tmp_path, rows, reward_fn="number")
 
 
 def with_answer(prompt: Prompt, completion: str) -> tuple[bool, str]:
@@ -244,6 +233,7 @@ def test_a_function_of_the_users_reads_prompt_and_completion_and_may_return_nump
         (f"{__name__}:one_argument", DataError, r"TypeError .* called as function\(prompt, completion\)"),
         (f"{__name__}:for_other_trainers", ConfigError, r"takes \(solution_str, ground_truth\), and it"),
         (f"{__name__}:later", DataError, r"gave <coroutine"),
+        (f"{__name__}:only_short", DataError, r"raised KeyError \('long'\) for prompt 1, .*'abc'"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
@@ -251,17 +241,7 @@ def test_a_reward_function_that_cannot_be_used_is_named(
     reward_fn: str, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        rewarded(reward_fn, "a", "")
-
-
-def test_a_built_in_function_needs_an_answer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a reference answer: name its field in prompts\.answer"):
-        open_rows(tmp_path, [{"prompt": "a"}], reward_fn="number")
-
-
-def test_a_reward_function_that_fails_later_is_named_with_its_input() -> None:
-    with pytest.raises(DataError, match=r"only_short' raised KeyError \('long'\) for prompt 1, .*'abc'"):
-        rewarded(f"{__name__}:only_short", "x", "abc")
+        rewarded(reward_fn, "a", "abc")
 
 
 NONE = ["none", "1/2", "10^5", "2026-11-01", "1,5", "1.2.3", "\\frac12", "\\sqrt{2}", "5\\pi", "1{,}234"]
@@ -341,12 +321,6 @@ async def test_user_code_runs_in_other_processes_and_what_it_prints_is_no_answer
     assert not any(psutil.pid_exists(worker) for worker in workers)
 
 
-async def test_a_function_that_hangs_costs_its_completion_and_the_next_ones_go_on(pool: RewardPool) -> None:
-    with pytest.raises(DataError, match=r"more than 5 s for prompt 7, completion of 2 tokens and was killed"):
-        await pool.reward(asking("hang"), [3, EOS_ID])
-    assert (await pool.reward(asking("pid"), [4])).answer == LETTERS[1]
-
-
 async def test_a_completion_that_nobody_waits_for_any_more_is_not_asked_about(
     pool: RewardPool, tmp_path: Path
 ) -> None:
@@ -371,13 +345,14 @@ async def test_a_completion_that_nobody_waits_for_any_more_is_not_asked_about(
         ("daemon of the dead", "ended with status 7, twice"),
     ],
 )
-async def test_what_a_function_starts_ends_with_its_worker_in_whatever_session_it_is(
+async def test_a_function_that_hangs_or_dies_ends_with_all_that_it_started_in_whatever_session(
     pool: RewardPool, tmp_path: Path, answer: str, problem: str
 ) -> None:
     marker = tmp_path / "forked"
     with pytest.raises(DataError, match=problem):
         await pool.reward(asking(answer, str(marker)), [3, EOS_ID])
     assert not psutil.pid_exists(int(marker.read_text())), "it is gone before its completion has failed"
+    assert (await pool.reward(asking("pid"), [4])).answer == LETTERS[1], "the next ones go on"
 
 
 async def test_a_worker_that_dies_is_replaced_and_its_completion_tried_once_more(
@@ -424,34 +399,30 @@ async def test_a_completion_that_cannot_be_read_costs_itself_alone(tmp_path: Pat
     assert found == [Reward(1.0, str(i)) for i in range(10) if i != 7]
 
 
-def test_a_function_is_tried_before_a_run_in_another_process(pool: RewardPool) -> None:
-    with pytest.raises(ConfigError, match=r"raised KeyError .*\(tried before the run\)"):
-        pool.check(asking("raise"))
-
-
-def test_a_function_is_tried_on_no_text_and_on_the_reference(tmp_path: Path) -> None:
-    def check(function: str) -> str:
-        prompts = JsonlPrompts(type="jsonl", path=Path("p"), reward_fn=f"{__name__}:{function}")
+def test_a_function_is_tried_before_the_run_on_no_text_and_on_the_reference() -> None:
+    def check(prompts: JsonlPrompts | TaskPrompts) -> str:
         return RewardPool(reward_source(prompts, letter_tokenizer())).check(asking("abc"))
 
-    assert check("length_of_answer") == "the reward of no text is 3, of the text 'abc' 2.25"
+    def of(function: str) -> JsonlPrompts:
+        return JsonlPrompts(type="jsonl", path=Path("p"), reward_fn=f"{__name__}:{function}")
+
+    assert check(of("length_of_answer")) == "the reward of no text is 3, of the text 'abc' 2.25"
     with pytest.raises(ConfigError, match=r"raised KeyError \('long'\) .*\(tried before the run\)"):
-        check("only_short")
+        check(of("only_short"))
+    with pytest.raises(ConfigError, match=r"prompts\.task 'no_such_task' cannot be loaded"):
+        check(TaskPrompts(type="task", task="no_such_task"))
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_signal_ends_the_trial_of_a_function_that_hangs(
-    pool: RewardPool, monkeypatch: pytest.MonkeyPatch, begun: bool
-) -> None:
+def test_a_signal_ends_the_trial_of_a_function_that_hangs(pool: RewardPool, monkeypatch, begun: bool) -> None:
     """Also one that comes before the trial has begun in its thread."""
-    source, told, run = pool._source._replace(seconds=60.0), threading.Event(), asyncio.run
+    source, told, run = pool._source._replace(seconds=3600.0), threading.Event(), asyncio.run
 
     def interrupt(*_: object) -> None:
         told.set()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(asyncio, "run", lambda trial: (begun or told.wait(60)) and run(trial))
-    before = time.monotonic()
     signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 2.0)
     try:
@@ -460,10 +431,3 @@ def test_a_signal_ends_the_trial_of_a_function_that_hangs(
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    assert time.monotonic() - before < 30.0
-
-
-def test_a_function_that_cannot_be_loaded_is_refused_from_its_process() -> None:
-    source = reward_source(TaskPrompts(type="task", task="no_such_task"), letter_tokenizer())
-    with pytest.raises(ConfigError, match=r"prompts\.task 'no_such_task' cannot be loaded"):
-        RewardPool(source).check(asking("pid"))

@@ -119,10 +119,6 @@ def test_the_answer_at_the_end_is_left_out_where_the_configuration_says_so(tmp_p
     assert shown.count("4.") == 1
 
 
-def test_a_rendered_chat_is_taken_as_it_is_by_the_plain_template(tmp_path: Path) -> None:
-    assert read(tmp_path / "p.jsonl", ASKED, template="plain") == ASKED
-
-
 def test_calls_of_tools_are_written_once_as_json_and_null_arguments_are_dropped(tmp_path: Path) -> None:
     for arguments in ({"a": 2, "b": None}, '{"a": 2}'):
         call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": arguments}}]}
@@ -130,38 +126,45 @@ def test_calls_of_tools_are_written_once_as_json_and_null_arguments_are_dropped(
         assert '{"a": 2}<|im_end|>' in read(tmp_path / "p.jsonl", turns, WITH_TOOLS)
 
 
-def test_a_template_that_leaves_a_message_out_is_refused(tmp_path: Path) -> None:
-    template = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
-    with pytest.raises(DataError, match=r"leaves out what the message of role 'system' says, 'Be brief\.'"):
-        read(tmp_path / "p.jsonl", [SYSTEM, USER], template)
-    secret = CHATML.replace("messages %}", "messages if 'secret' not in m.content %}")
-    with pytest.raises(DataError, match=r"leaves out what the message of role 'user' says, 'a secret'"):
-        read(tmp_path / "p.jsonl", [{"role": "user", "content": "a secret"}], secret)
-
-
 def test_what_a_tool_says_may_be_written_as_json(tmp_path: Path) -> None:
     said = '{"degrees": 3}'
-    template = CHATML.replace(
-        "{{ m['content'] }}", "{{ m.content | tojson if m.role == 'tool' else m.content }}"
-    )
+    content = "{{ m.content | tojson if m.role == 'tool' else m.content }}"
+    template = CHATML.replace("{{ m['content'] }}", content)
     prompt = read(tmp_path / "p.jsonl", [USER, ANSWER, {"role": "tool", "content": said}], template)
     assert json.dumps(said) in prompt
 
 
+def chatml_of(messages: str) -> str:
+    return CHATML.replace("messages %}", f"{messages} %}}")
+
+
+TURNS = [{"role": "user", "content": "s"}, {"role": "assistant", "content": "a"}, USER]
+WRITES = "roles user, assistant, user the chat template writes .*"
+
+
 @pytest.mark.parametrize(
-    ("template", "says"),
+    ("template", "value", "says"),
     [
-        (CHATML.replace("messages %}", "messages if m.role != 'assistant' %}"), "'assistant' says 0 times"),
-        (CHATML.replace("messages %}", "messages[-1:] %}"), "'user' says 0 times"),
-        ("{{ messages[0].content }}" + CHATML, "'user' says 2 times: change the row, or name another"),
+        (chatml_of("messages if m.role != 'system'"), [SYSTEM, USER], "out what .* 'system' says, 'Be brief"),
+        (chatml_of("messages if 'q' not in m.content"), "a q", "leaves out what .* role 'user' says, 'a q'"),
+        (chatml_of("messages if m.role != 'assistant'"), TURNS, WRITES + "'assistant' says 0 times"),
+        (chatml_of("messages[-1:]"), TURNS, WRITES + "'user' says 0 times"),
+        ("{{ messages[0].content }}" + CHATML, TURNS, WRITES + "'user' says 2 times: change the row, or"),
+        (None, "hi", r'prompts\.template = "plain"'),
     ],
 )
-def test_a_template_that_leaves_out_or_repeats_what_is_found_in_other_words_is_refused(
-    tmp_path: Path, template: str, says: str
+def test_a_template_that_is_missing_or_leaves_out_or_repeats_a_message_is_refused(
+    tmp_path: Path, template: str | None, value: Any, says: str
 ) -> None:
-    turns = [{"role": "user", "content": "s"}, {"role": "assistant", "content": "a"}, USER]
-    with pytest.raises(DataError, match=r"roles user, assistant, user the chat template writes .*" + says):
-        read(tmp_path / "p.jsonl", turns, template)
+    """Also where what a message says is found within another's."""
+    with pytest.raises(DataError, match=says):
+        read(tmp_path / "p.jsonl", value, template)
+
+
+def test_a_suffix_needs_a_last_message_of_the_user(tmp_path: Path) -> None:
+    turns = [USER, {"role": "tool", "content": "b"}]
+    with pytest.raises(DataError, match=r"p\.jsonl:1: prompts\.prompt_suffix .* must be the user's"):
+        read(tmp_path / "p.jsonl", turns, "'tool'", prompt_suffix="!")
 
 
 @pytest.mark.parametrize(
@@ -257,23 +260,19 @@ def test_a_missing_file_says_so(tmp_path: Path) -> None:
 def test_a_dataset_that_cannot_be_loaded_says_what_to_correct(tmp_path: Path) -> None:
     config = DatasetPrompts(type="dataset", path=str(tmp_path), split="test", template="plain")
     wanted = f"dataset '{tmp_path}' .* split 'test'.* cannot be loaded .*correct prompts.path, name, split"
-    with pytest.raises(DataError, match=wanted):  # no files
-        prompts_of(config)
-    (tmp_path / "rows.json").write_text('{"prompt": ')
-    with pytest.raises(DataError, match=wanted):  # a broken file
-        prompts_of(config)
-    (tmp_path / "rows.json").write_text('{"prompt": "ab"}')
-    with pytest.raises(DataError, match=wanted):  # no such split
-        prompts_of(config)
+    for content in (None, '{"prompt": ', '{"prompt": "ab"}'):  # no file, a broken one, no such split
+        if content is not None:
+            (tmp_path / "rows.json").write_text(content)
+        with pytest.raises(DataError, match=wanted):
+            prompts_of(config)
     assert prompts_of(config.model_copy(update={"split": "train"}))[0].token_ids == [97, 98]
 
 
 def test_a_system_prompt_a_suffix_and_variables_of_the_template(tmp_path: Path) -> None:
     template = CHATML + "{% if enable_thinking is false %}no thoughts{% endif %}"
-    variables = {"chat_template_kwargs": {"enable_thinking": False}}
-    config = JsonlPrompts(
-        type="jsonl", path=Path("p"), system_prompt="s", prompt_suffix=" Think.", **variables
-    )
+    settings: dict[str, Any] = {"system_prompt": "s", "prompt_suffix": " Think."}
+    settings["chat_template_kwargs"] = {"enable_thinking": False}
+    config = JsonlPrompts(type="jsonl", path=Path("p"), **settings)
     tokenizer = byte_tokenizer(template)
     encode = row_encoder(tokenizer, config)
     rows = {"s": "hi", "own": [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]}
@@ -281,31 +280,33 @@ def test_a_system_prompt_a_suffix_and_variables_of_the_template(tmp_path: Path) 
         chat = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nhi Think.<|im_end|>\n"
         assert tokenizer.decode(encode(row)) == f"{chat}<|im_start|>assistant\nno thoughts"
     assert rows["own"][-1] == {"role": "user", "content": "hi"}, "the row itself is left as it is"
+
+
+def test_the_plain_template_takes_a_text_as_it_is(tmp_path: Path) -> None:
+    assert read(tmp_path / "p.jsonl", ASKED, template="plain") == ASKED
     assert read(tmp_path / "p.jsonl", "hi", None, template="plain", prompt_suffix=" Think.") == "hi Think."
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused_for_chats(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r'prompts\.template = "plain"'):
-        read(tmp_path / "p.jsonl", "hi", None)
-
-
-@pytest.mark.parametrize("name", ["enable_thinkin", "thinking", "messages", "add_generation_prompt"])
-def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path: Path, name: str) -> None:
-    template = "{{ messages }}{% if enable_thinking and add_generation_prompt %}"
-    with pytest.raises(ConfigError, match=f"chat_template_kwargs sets '{name}'"):
-        read(tmp_path / "p.jsonl", "hi", template, chat_template_kwargs={name: True})
-
-
-@pytest.mark.parametrize("setting", [{"system_prompt": "s"}, {"chat_template_kwargs": {"a": 1}}])
-def test_what_goes_through_a_template_is_refused_without_one(tmp_path: Path, setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match='set template = "chat", or leave them out'):
-        read(tmp_path / "p.jsonl", "hi", None, template="plain", **setting)
-
-
-def test_a_suffix_needs_a_last_message_of_the_user(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
-    with pytest.raises(DataError, match=r"p\.jsonl:1: prompts\.prompt_suffix .* must be the user's"):
-        read(tmp_path / "p.jsonl", turns, "'tool'", prompt_suffix="!")
+@pytest.mark.parametrize(
+    ("template", "settings", "says"),
+    [
+        *(
+            (
+                "{{ messages }}{% if enable_thinking and add_generation_prompt %}",
+                {"chat_template_kwargs": {name: True}},
+                f"chat_template_kwargs sets '{name}'",
+            )
+            for name in ("enable_thinkin", "thinking", "messages", "add_generation_prompt")
+        ),
+        (None, {"template": "plain", "system_prompt": "s"}, 'set template = "chat", or leave them out'),
+        (None, {"template": "plain", "chat_template_kwargs": {"a": 1}}, "or leave them out"),
+    ],
+)
+def test_a_setting_that_no_template_reads_is_refused(
+    tmp_path: Path, template: str | None, settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read(tmp_path / "p.jsonl", "hi", template, **settings)
 
 
 def test_rows_outside_the_filters_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -326,10 +327,15 @@ def test_rows_outside_the_filters_are_dropped_and_counted(tmp_path: Path) -> Non
 # --- answers
 
 
-def answers(folder: Path, reward: str | None = "exact") -> list[str | None]:
-    """Of the rows of a dataset in a folder, in order."""
-    config = DatasetPrompts(type="dataset", path=str(folder), answer_field="answer", reward_fn=reward)
-    return [prompt.answer for prompt in reader_of(config).prompts(dataset_rows(config))]
+def answers(path: Path, reward: str | None = "exact") -> list[str | None]:
+    """Of the rows of a JSONL file or of a dataset in a folder, in order."""
+    settings = {"path": str(path), "answer_field": "answer", "reward_fn": reward}
+    if path.suffix == ".jsonl":
+        config, rows = JsonlPrompts(type="jsonl", **settings), jsonl_rows(path)
+    else:
+        config = DatasetPrompts(type="dataset", **settings)
+        rows = dataset_rows(config)
+    return [prompt.answer for prompt in reader_of(config).prompts(rows)]
 
 
 def test_answers_keep_the_text_that_a_csv_file_has_for_them(tmp_path: Path) -> None:
@@ -346,13 +352,10 @@ def test_answers_keep_the_text_that_a_jsonl_file_has_for_them(tmp_path: Path) ->
     texts = ["0.50", "42.0", "1e5", "true", str(10**20), '"007"']
     path = tmp_path / "p.jsonl"
     path.write_text("".join(f'{{"prompt": "?", "answer": {text}}}\n' for text in texts))
-    config = JsonlPrompts(type="jsonl", path=path, answer_field="answer", reward_fn="exact")
-    reader = reader_of(config)
-    found = [prompt.answer for prompt in reader.prompts(jsonl_rows(path))]
-    assert found == [text.strip('"') for text in texts]
+    assert answers(path) == [text.strip('"') for text in texts]
     path.write_text('{"prompt": "?", "answer": NaN}\n')
     with pytest.raises(DataError, match=r"p\.jsonl:1: field 'answer' is not a number"):
-        next(reader.prompts(jsonl_rows(path)))
+        answers(path)
 
 
 @pytest.mark.parametrize(
@@ -381,9 +384,8 @@ def test_an_answer_that_a_table_has_other_than_its_file_is_refused(tmp_path: Pat
     (tmp_path / "train.jsonl").unlink()
     label = datasets.ClassLabel(names=["neg", "pos"])
     features = datasets.Features({"prompt": datasets.Value("string"), "answer": label})
-    datasets.Dataset.from_dict({"prompt": ["a"], "answer": [1]}, features).to_parquet(
-        tmp_path / "train.parquet"
-    )
+    rows = datasets.Dataset.from_dict({"prompt": ["a"], "answer": [1]}, features)
+    rows.to_parquet(tmp_path / "train.parquet")
     with pytest.raises(DataError, match=r"'answer' holds numbers, which stand for neg, pos: write"):
         answers(tmp_path)
     with pytest.raises(DataError, match=r"train\.parquet is a file: name the folder that holds it"):
@@ -478,9 +480,7 @@ def test_a_template_that_does_not_open_the_answer_is_refused(model: Path) -> Non
         check_rendering(config_of(model), tokenizer)
     tokenizer.chat_template = CHATML.removesuffix(HEADER) + HEADER.replace("assistant\n", "assistant")
     assert "the student writes the difference" in check_rendering(config_of(model), tokenizer)[1][0]
-    tokenizer.chat_template = CHATML.removesuffix(HEADER) + HEADER.replace(
-        "assistant\n", "assistant\n<think>\n"
-    )
+    tokenizer.chat_template = CHATML.removesuffix(HEADER) + HEADER.replace("nt\n", "nt\n<think>\n")
     assert len(check_rendering(config_of(model), tokenizer)[1]) == 1, "a thought that is opened is no other"
 
 

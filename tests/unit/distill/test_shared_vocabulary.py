@@ -66,37 +66,36 @@ def test_a_base_student_ends_where_its_instruct_teacher_does_and_takes_its_templ
     assert "the teacher ends at '<|im_end|>' (2), the student at '<|endoftext|>' (0)" in ends
 
 
-def test_models_with_equal_tokenizers_leave_the_configuration_as_it_is(make: Make, tmp_path: Path) -> None:
-    for name in ("student", "teacher"):
-        make(name, INSTRUCT)
-    config = configured(tmp_path, t="teacher")
-    assert resolve(config)[::2] == (config, [])
+SAME = {"special": INSTRUCT}
+LONGER = {"special": INSTRUCT, "more": ("<|extra|>",)}
+STOPPING = {"special": INSTRUCT | {"eos_token": "<|stop|>"}, "more": ("<|stop|>",)}
 
 
-@pytest.mark.parametrize("longer", ["student", "teacher"])
-def test_an_id_of_one_side_alone_is_left_out_of_every_model(longer: str, make: Make, tmp_path: Path) -> None:
-    for name in ("student", "teacher"):
-        make(name, INSTRUCT, more=("<|extra|>",) if name == longer else ())
-    config, _, (line,) = resolve(configured(tmp_path, t="teacher"))
-    assert [config.student.known_ids, config.teachers["t"].known_ids] == [8, 8]
-    assert f"1 ids from 8 on are the {longer}'s alone, such as '<|extra|>' (8)" in line
-    assert config.subscriber("student-0").known_ids == 8
-
-
-def test_a_teachers_end_that_the_student_does_not_have_is_said(make: Make, tmp_path: Path) -> None:
-    make("student", INSTRUCT)
-    make("teacher", INSTRUCT | {"eos_token": "<|stop|>"}, more=("<|stop|>",))
-    config, _, lines = resolve(configured(tmp_path, t="teacher"))
-    assert config.rollout.stop_token_ids == []
-    assert "ends at '<|stop|>' (8), which the student does not have: it is left out" in lines[-1]
-
-
-def test_the_ends_of_all_teachers_are_learnt(make: Make, tmp_path: Path) -> None:
-    make("student", BASE)
-    make("one", INSTRUCT)
-    make("other", INSTRUCT, eos_token_id=[2, 7])
-    config, _, _ = resolve(configured(tmp_path, a="one", b="other"))
-    assert config.rollout.stop_token_ids == [2, 7]
+@pytest.mark.parametrize(
+    ("student", "teachers", "stops", "known", "says"),
+    [
+        (SAME, [SAME], [], None, ""),
+        (LONGER, [SAME], [], 8, "1 ids from 8 on are the student's alone, such as '<|extra|>' (8)"),
+        (SAME, [LONGER], [], 8, "1 ids from 8 on are the teacher's alone, such as '<|extra|>' (8)"),
+        (SAME, [STOPPING], [], 8, "ends at '<|stop|>' (8), which the student does not have: it is left out"),
+        ({"special": BASE}, [SAME, SAME | {"eos_token_id": [2, 7]}], [2, 7], None, "ends at"),
+        (SAME, [SAME | {"rows": 7}], [], 7, "model has 7 rows: ids beyond them are left out of both sides"),
+    ],
+    ids=["equal", "an id of the student", "an id of the teacher", "its end", "ends of two", "few rows"],
+)
+def test_ids_of_one_side_alone_are_left_out_everywhere_and_ends_of_all_teachers_are_learnt(
+    make: Make, tmp_path: Path, student: Any, teachers: Any, stops: list[int], known: int | None, says: str
+) -> None:
+    make("student", **student)
+    for number, teacher in enumerate(teachers):
+        make(f"t{number}", **teacher)
+    given = configured(tmp_path, **{name: name for name in ("t0", "t1")[: len(teachers)]})
+    config, _, lines = resolve(given)
+    assert config.rollout.stop_token_ids == stops
+    assert {model.known_ids for model in (config.student, *config.teachers.values())} == {known}
+    assert config.subscriber("student-0").known_ids == known
+    assert says in lines[-1] if says else (config, lines) == (given, [])
+    assert "ends at" in says or len(lines) == bool(says)
 
 
 @pytest.mark.parametrize("variables", [{}, {"brief": True}])
@@ -128,11 +127,3 @@ def test_an_id_of_the_student_alone_that_it_needs_or_that_has_no_row_is_refused(
     make("teacher", INSTRUCT)
     with pytest.raises(error, match=problem):
         resolve(configured(tmp_path, t="teacher"))
-
-
-def test_ids_beyond_a_teachers_rows_are_left_out(make: Make, tmp_path: Path) -> None:
-    make("student", INSTRUCT)
-    make("teacher", INSTRUCT, rows=7)
-    config, _, (line,) = resolve(configured(tmp_path, t="teacher"))
-    assert config.teachers["t"].known_ids == 7
-    assert "the teacher's model has 7 rows: ids beyond them are left out of both sides" in line

@@ -84,45 +84,28 @@ def calls(folder: Path) -> list[dict[str, Any]]:
 # --- steps --------------------------------------------------------------------------------------------------
 
 
-def srun_of(line: list[str]) -> list[str]:
-    """The words of srun, without those of the two ends of the step."""
+@pytest.mark.parametrize(
+    ("process", "names", "gpus_per_node", "words"),
+    [
+        (Process("student-0", 2), "gpu3", 8, "--exact --gres=gpu:2 --cpus-per-task=16"),
+        (Process("evaluator"), "gpu1", 8, "--overlap --cpus-per-task=64 --gres=none"),
+        (Process("evaluator"), "gpu1", 0, "--overlap --cpus-per-task=64"),
+        (Process("trainer", 8, 2), "gpu2,gpu3", 8, "--exact --gres=gpu:8 --cpus-per-task=64"),
+    ],
+    ids=["GPUs and their share of CPUs", "no GPU and all CPUs", "a cluster without gres", "two machines"],
+)
+def test_a_process_is_a_step_that_takes_what_it_needs(
+    slurm, process: Process, names: str, gpus_per_node: int, words: str
+) -> None:
+    engine = Slurm(FOUR.model_copy(update={"gpus_per_node": gpus_per_node}), JOB)
+    nodes = [node for node in engine.nodes if node.name in names]
     ours = [sys.executable, "-P", "-m", step.MODULE]
-    assert line[: len(ours) + 1] == [*ours, step.LAUNCH]
-    end = line.index(sys.executable, 1)
-    assert line[end : end + len(ours) + 1] == [*ours, step.GUARD]
-    return line[len(ours) + 1 : end]
-
-
-def test_a_role_with_gpus_has_them_and_its_share_of_the_cpus_alone(slurm) -> None:
-    engine = Slurm(FOUR, JOB)
-    node = engine.nodes[2]
-    hidden = {"DISTILL_HIDDEN": "s3cret"}
-    line = engine.client(Process("student-0", 2), [node], ["distill", "student"], hidden)
-    assert line[-2:] == ["distill", "student"]
-    assert srun_of(line) == [
-        *("srun", "--job-name=student-0", "--nodelist=gpu3", "--nodes=1", "--ntasks=1"),
-        *("--exact", "--gres=gpu:2", "--cpus-per-task=16", "--mem=0", "--mpi=none", "--export=ALL"),
-        *("--input=none", "--unbuffered", "--kill-on-bad-exit=1", f"--wait={GANG_WAIT_SECONDS}"),
+    assert engine.client(process, nodes, ["distill", "student"], {"DISTILL_HIDDEN": "s3cret"}) == [
+        *(*ours, step.LAUNCH, "srun", f"--job-name={process.name}", f"--nodelist={names}"),
+        *(f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", *words.split()),
+        *("--mem=0", "--mpi=none", "--export=ALL", "--input=none", "--unbuffered", "--kill-on-bad-exit=1"),
+        *(f"--wait={GANG_WAIT_SECONDS}", *ours, step.GUARD, "distill", "student"),
     ]
-    assert "s3cret" not in " ".join(line)
-
-
-def test_a_role_without_gpus_shares_the_cpus_and_sees_no_gpu(slurm) -> None:
-    engine = Slurm(FOUR, JOB)
-    words = srun_of(engine.client(Process("evaluator"), [engine.nodes[0]], ["x"], {}))
-    assert [word for word in words if word.startswith(("--exact", "--overlap", "--gres", "--cpus"))] == [
-        *("--overlap", "--cpus-per-task=64", "--gres=none"),
-    ]
-    without = Slurm(FOUR.model_copy(update={"gpus_per_node": 0}), JOB)
-    words = srun_of(without.client(Process("evaluator"), [engine.nodes[0]], ["x"], {}))
-    assert not [word for word in words if word.startswith("--gres")]  # a cluster may know no gres at all
-
-
-def test_a_trainer_on_several_machines_is_one_step(slurm) -> None:
-    engine = Slurm(FOUR, JOB)
-    words = srun_of(engine.client(Process("trainer", 8, 2), engine.nodes[1:3], ["x"], {}))
-    of_both = {"--nodelist=gpu2,gpu3", "--nodes=2", "--ntasks=2", "--gres=gpu:8", "--cpus-per-task=64"}
-    assert of_both <= {*words}
 
 
 def test_the_machine_of_the_controller_comes_first(slurm) -> None:
@@ -173,9 +156,14 @@ def launched(engine: Slurm, role: list[str]) -> tuple[subprocess.Popen[str], lis
 
 
 def test_term_reaches_the_command_and_its_status_comes_back(slurm) -> None:
-    """srun itself would kill it."""
+    """srun itself would kill it. Who connects without the step's word is told nothing; the step goes on."""
     running, below = launched(Slurm(FOUR, JOB), [sys.executable, "-c", TASK])
     with running:
+        (port,) = {one.laddr.port for one in psutil.Process(running.pid).net_connections() if not one.raddr}
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"x" * 32)
+            stranger.settimeout(60)
+            assert stranger.recv(1) == b""
         running.terminate()
         assert running.wait(60) == 0  # the fake srun's; see the integration tests for Slurm's
         assert running.stdout.read() == "told\n"
@@ -190,19 +178,6 @@ def test_nothing_below_a_step_outlives_its_client(slurm) -> None:
         for process in [psutil.Process(running.pid), *psutil.Process(running.pid).children()]:
             process.kill()
         until(lambda: not any(map(psutil.pid_exists, below)))
-
-
-def test_a_stranger_is_not_told_what_a_guard_is(slurm) -> None:
-    """Who connects without the step's word is hung up on, and the step goes on."""
-    running, _ = launched(Slurm(FOUR, JOB), [sys.executable, "-c", TASK])
-    with running:
-        (port,) = {one.laddr.port for one in psutil.Process(running.pid).net_connections() if not one.raddr}
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(b"x" * 32)
-            stranger.settimeout(60)
-            assert stranger.recv(1) == b""
-        running.terminate()
-        assert running.stdout.read() == "told\n"
 
 
 def test_a_guard_without_its_client_runs_nothing(tmp_path: Path) -> None:

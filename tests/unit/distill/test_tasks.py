@@ -6,6 +6,7 @@ import itertools
 import math
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -161,13 +162,6 @@ def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pyte
         reward_fn(Prompt("0:4:1", [1]), [5])
 
 
-class Fixed:
-    """A task with one prompt."""
-
-    def __init__(self, text: str, token_ids: list[int] | None) -> None:
-        self.prompt = self.held_out = lambda *_: tasks.TaskPrompt(text, token_ids, None)
-
-
 @pytest.mark.parametrize(
     ("text", "token_ids", "problem"),
     [
@@ -180,7 +174,9 @@ class Fixed:
 def test_prompts_of_a_task_are_checked_as_rows_are_with_or_without_an_evaluation(
     text: str, token_ids: list[int] | None, problem: str
 ) -> None:
-    source = TaskSource("mine", Fixed(text, token_ids), 0, letter_tokenizer().encode)
+    same = lambda *_: tasks.TaskPrompt(text, token_ids, None)  # noqa: E731
+    fixed: Any = SimpleNamespace(prompt=same, held_out=same)
+    source = TaskSource("mine", fixed, 0, letter_tokenizer().encode)
     for held_out in (0, 4):
         with pytest.raises(DataError, match=rf"prompt '{text}' of task mine: .*{problem}"):
             source.checked(held_out, letter_tokenizer(), 3)
@@ -202,13 +198,12 @@ with warnings.catch_warnings():  # of the packages that its generators import
     pytest.importorskip("reasoning_gym", reason="extra reasoning-gym")
 
 CHATML = Path(__file__).parents[3] / "configs/templates/chatml.jinja"
-CHARACTERS = [chr(i) for i in range(32, 127)]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tokenizer")
-    words = ["<pad>", "<|im_end|>", "<|im_start|>", "\n", *CHARACTERS]
+    words = ["<pad>", "<|im_end|>", "<|im_start|>", "\n", *map(chr, range(32, 127))]
     made = make_tokenizer(words, r"<\|im_end\|>|<\|im_start\|>|[\s\S]", "<|im_end|>", "<pad>")
     made.chat_template = CHATML.read_text()
     made.save_pretrained(folder)
@@ -220,7 +215,7 @@ def task(tokenizer: Any, name: str = "number_sequence", **options: Any) -> Any:
     return tasks.load("reasoning_gym", {"name": name, "tokenizer": tokenizer.name_or_path, **options})
 
 
-def reference(prompt: TaskPrompt) -> str:
+def reference(prompt: TaskPrompt | Prompt) -> str:
     return (prompt.answer or "").partition(" ")[2]
 
 
@@ -245,8 +240,10 @@ def test_no_held_out_puzzle_is_ever_trained_on(tokenizer: Any) -> None:
         [task(tokenizer, size=1).prompt(0, 0), task(tokenizer, size=1).held_out(0, 0)]
 
 
-def test_partial_credit_is_the_reward(tokenizer: Any) -> None:
-    prompt = task(tokenizer).prompt(0, 0)
+def test_partial_credit_is_the_reward_of_a_prompt_of_its_source(tokenizer: Any) -> None:
+    prompt = TaskSource("reasoning_gym", task(tokenizer), 1, tokenizer.encode)[4]
+    assert reference(prompt) == reference(task(tokenizer).prompt(1, 4))
+    assert tokenizer.decode(prompt.token_ids).endswith("<|im_start|>assistant\n")
     around = f"It is {reference(prompt)}, I think"
     texts = [reference(prompt), around, ""]
     rewards = [task(tokenizer).reward(prompt, tokenizer.encode(text + "<|im_end|>")) for text in texts]
@@ -272,12 +269,6 @@ def test_a_generator_that_does_not_repeat_itself_is_found(tokenizer: Any) -> Non
     made = task(tokenizer).prompt(0, 0)
     with pytest.raises(DataError, match="another puzzle"):
         task(tokenizer).reward(made._replace(text="1, 2, ?"), [1])
-
-
-def test_it_is_a_source_of_prompts(tokenizer: Any) -> None:
-    prompt = TaskSource("reasoning_gym", task(tokenizer), 1, tokenizer.encode)[4]
-    assert tokenizer.decode(prompt.token_ids).endswith("<|im_start|>assistant\n")
-    assert task(tokenizer).reward(prompt, tokenizer.encode(reference(task(tokenizer).prompt(1, 4))))
 
 
 def test_options_that_cannot_be_used_are_refused(tokenizer: Any) -> None:

@@ -13,7 +13,9 @@ import torch
 from byte_tokenizer import byte_tokenizer
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from distill.prompts.stream import Prompt
 from distill.translation import TextTeacher, Translation, read
@@ -35,39 +37,36 @@ from teacher_service.client import Reply
 END = "<end>"
 
 
-def words(*vocabulary: str, end: str = END) -> Any:
-    """Tokens that are texts; text is cut into its characters."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def tokenizer_of(model: models.Model, decoder: Any, splits: Any = None) -> Any:
+    """It ends at END; `splits`: how text is cut before the model sees it, at no place without."""
+    core = Tokenizer(model)
+    core.decoder = decoder
+    if splits is not None:
+        core.pre_tokenizer = splits
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END)
 
-    ids = {word: id_ for id_, word in enumerate([*vocabulary, end])}
-    core = Tokenizer(models.WordLevel(ids, vocabulary[0]))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end)
+
+def numbered(*tokens: str) -> dict[str, int]:
+    return {token: id_ for id_, token in enumerate(tokens)}
+
+
+def words(*vocabulary: str) -> Any:
+    """Tokens that are texts; text is cut into its characters."""
+    model = models.WordLevel(numbered(*vocabulary, END), vocabulary[0])
+    return tokenizer_of(model, decoders.Fuse(), pre_tokenizers.Split(Regex("."), "isolated"))
 
 
 def merged(letters: str, *merges: tuple[str, str]) -> Any:
     """BPE of whole texts."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = [*letters, *(left + right for left, right in merges), END]
-    core = Tokenizer(models.BPE({token: id_ for id_, token in enumerate(tokens)}, [*merges]))
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END)
+    tokens = numbered(*letters, *map("".join, merges), END)
+    return tokenizer_of(models.BPE(tokens, [*merges]), decoders.Fuse())
 
 
 def pieces(merges: list[tuple[str, str]], by_words: bool = False) -> Any:
     """Byte-level BPE with these merges; its last token ends a completion. `by_words`: GPT-2's rules first."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
-    core = Tokenizer(models.BPE({token: id_ for id_, token in enumerate(tokens)}, merges))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
-    core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END)
+    tokens = numbered(*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges))
+    splits = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
+    return tokenizer_of(models.BPE(tokens, merges), decoders.ByteLevel(), splits)
 
 
 ENGLISH = pieces([("t", "h"), ("th", "e"), ("i", "n"), ("in", "g"), ("Ġ", "the")])
@@ -158,8 +157,6 @@ def test_a_prompt_is_rendered_by_the_teachers_own_template() -> None:
 def test_tokenizers_that_change_text_are_refused_by_name() -> None:
     with pytest.raises(DataError, match=r"changes text: 'x' is 'a' to it"):
         translation(FRENCH, words("a", "b")).completion(ids_of(FRENCH, "x"))
-    from tokenizers import decoders
-
     wordpiece = words("a")
     wordpiece.backend_tokenizer.decoder = decoders.WordPiece()
     with pytest.raises(DataError, match="decodes by WordPiece"):
@@ -351,6 +348,18 @@ def policy(seed: int, prefixes: int, tokens: int) -> Tensor:
     return torch.randn(prefixes, tokens, generator=random, dtype=torch.float64)
 
 
+UNCAPPED: Any = {"rho_cap": None, "drop_rho_outside": None}
+SAMPLED, HYBRID = partial(sampled, **UNCAPPED), partial(hybrid, **UNCAPPED)
+
+
+def loss_of(divergence: Objective, gamma: float, logp_CV: Tensor, goal: Targets) -> Tensor:
+    """Of a completion, whose tokens are credited with what comes later."""
+    own_C = at(logp_CV.detach(), goal.token_N)
+    factor_C = Discount(gamma, None, None).factor(own_C, goal)
+    future_C = future_credit(own_C - goal.teacher_logp_N, factor_C, torch.zeros_like(goal.token_N))
+    return divergence(logp_CV, Targets(**{**vars(goal), "future_N": future_C}))[0].sum()
+
+
 def test_segments_give_the_gradient_of_the_divergence_between_texts() -> None:
     """Against autograd through Σ p(y)·(log p(y) − log q(text of y)), all completions enumerated, of a teacher
     that writes every text in one way. With the entropy of the student's ways it is the KL of texts."""
@@ -373,11 +382,7 @@ def test_segments_give_the_gradient_of_the_divergence_between_texts() -> None:
         goes_on_C = torch.tensor(aligned.segment == Segment.GOES_ON)
         fresh_C = torch.ones(len(ids), dtype=torch.bool)
         goal = Targets(token_C, own_C.detach(), teacher_C, fresh_C, goes_on_N=goes_on_C)
-        factor_C = Discount(1.0, None, None).factor(own_C.detach(), goal)
-        row_C = torch.zeros(len(ids), dtype=torch.int64)
-        future_C = future_credit(own_C.detach() - teacher_C, factor_C, row_C)
-        loss_C, _ = sampled(logp[states], Targets(**{**vars(goal), "future_N": future_C}), None, None)
-        losses.append(chance.detach() * loss_C.sum())
+        losses.append(chance.detach() * loss_of(SAMPLED, 1.0, logp[states], goal))
         chances.append(float(chance.detach()))
         text = STUDENT.decode(ids)
         texts.setdefault(text, []).append((chances[-1], logq_M.sum()))
@@ -406,25 +411,16 @@ def test_without_a_discount_a_token_is_credited_with_its_own_segment_alone() -> 
 
 
 def by_support(
-    token_N: Tensor,
-    behavior_N: Tensor,
-    teacher_N: Tensor,
-    support: tuple[Any, Any, Any],
-    first: Any,
-    by_text: bool = True,
-    **more: Tensor,
+    scored: tuple[Tensor, ...], support: tuple[Any, ...], first: Any, by_text: bool = True, **more: Tensor
 ) -> Targets:
-    """Of the teacher's ids, their log q and the bytes that it parts at, all tokens fresh."""
+    """Of fresh y, log μ(y) and log q(y); of the teacher's ids, their log q and the bytes that it parts at."""
     ids_NK, logq_NK, parted_NB = support
-    count = len(token_N)
     return Targets(
-        token_N,
-        behavior_N,
-        teacher_N,
-        torch.ones(count, dtype=torch.bool),
+        *scored,
+        fresh_N=torch.ones_like(scored[0], dtype=torch.bool),
         support_NK=torch.as_tensor(ids_NK).long(),
         support_logp_NK=torch.as_tensor(logq_NK),
-        by_text_N=torch.full((count,), by_text),
+        by_text_N=torch.full_like(scored[0], by_text, dtype=torch.bool),
         parted_NB=torch.as_tensor(parted_NB),
         first_V=torch.as_tensor(first),
         **more,
@@ -454,7 +450,7 @@ def gradient(
         sent = aligned.sent(Want(topk=1))
         topk_MK, logq_MK = most_likely(teacher, sent, len(both.shared))
         logq_M = (logq_MK * (topk_MK == sent[:, None])).sum(1)[: len(aligned.token_ids)]
-        own_C, behavior_C = at(logp.detach(), token_C), at(logmu[states], token_C)
+        behavior_C = at(logmu[states], token_C)
         segment_C = torch.tensor(aligned.segment)
         teacher_C = torch.tensor(aligned.scores(logq_M).astype("f8"))
         ids_CK, logq_CK, bits_CB = both.support(ids, aligned, topk_MK[:, :2], logq_MK[:, :2])
@@ -465,16 +461,13 @@ def gradient(
         teacher_C = torch.where(segment_C == Segment.UNSCORED, behavior_C, teacher_C)
         support, goes_on_C = (ids_CK, logq_CK, parted(bits_CB)), segment_C == Segment.GOES_ON
         first = first_bytes(student, [last])
-        goal = by_support(token_C, behavior_C, teacher_C, support, first, by_text, goes_on_N=goes_on_C)
-        factor_C = Discount(gamma, None, None).factor(own_C, goal)
-        future_C = future_credit(own_C - goal.teacher_logp_N, factor_C, torch.zeros_like(token_C))
-        loss_C, _ = divergence(logp, Targets(**{**vars(goal), "future_N": future_C}))
-        losses.append(behavior_C.sum().exp() * loss_C.sum())
+        scored = token_C, behavior_C, teacher_C
+        goal = by_support(scored, support, first, by_text, goes_on_N=goes_on_C)
+        losses.append(behavior_C.sum().exp() * loss_of(divergence, gamma, logp, goal))
     (total,) = torch.autograd.grad(torch.stack(losses).sum(), live)
     return total
 
 
-UNCAPPED: Any = {"rho_cap": None, "drop_rho_outside": None}
 PAIRS = {
     "the teacher joins letters": (words("a", "b", "c"), merged("cba", ("b", "c"))),
     "each joins others": (words("a", "b", "ba"), merged("ba", ("a", "b"))),
@@ -485,8 +478,7 @@ PAIRS = {
 
 def both_gradients(pair: str, gamma: float, stale: bool, by_text: bool = True) -> list[Tensor]:
     """Of the sampled objective and of the hybrid."""
-    objectives = [partial(divergence, **UNCAPPED) for divergence in (sampled, hybrid)]
-    return [gradient(*PAIRS[pair], objective, gamma, stale, by_text) for objective in objectives]
+    return [gradient(*PAIRS[pair], divergence, gamma, stale, by_text) for divergence in (SAMPLED, HYBRID)]
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -528,9 +520,9 @@ def test_with_other_ids_for_the_same_tokens_the_gradient_is_that_without() -> No
             here = ids_CK[:1], logq_CK[:1], parted(bits_CB)[:1]
             for by_text, losses in terms.items():
                 logp = live.log_softmax(1)
-                goal = by_support(torch.tensor([y]), logp.detach()[:, y], teacher_N, here, first, by_text)
+                goal = by_support((torch.tensor([y]), logp.detach()[:, y], teacher_N), here, first, by_text)
                 assert {*ids_CK[0].tolist()} == {*logq_N[0].topk(k).indices.tolist()}
-                (part,) = torch.autograd.grad(hybrid(logp, goal, **UNCAPPED)[0].sum(), live)
+                (part,) = torch.autograd.grad(HYBRID(logp, goal)[0].sum(), live)
                 losses.append(part)
         of_text, of_ids = (torch.stack(terms[by_text]) for by_text in (True, False))
         assert float((of_text - of_ids).abs().max()) < 1e-6
@@ -542,9 +534,9 @@ def test_the_hybrid_gives_no_loss_where_the_teacher_is_the_student_with_other_id
     support_NK, parted_NB = torch.tensor([[1, 3, -1]]), torch.tensor([[True, True, True, True, False]])
     for y in range(5):
         support = support_NK, logq[:, [1, 3, 4]], parted_NB & (y < 4)
-        goal = by_support(torch.tensor([y]), logq[:, y], logq[:, y], support, torch.arange(5))
+        goal = by_support((torch.tensor([y]), logq[:, y], logq[:, y]), support, torch.arange(5))
         live = policy(1, 1, 5).requires_grad_()
-        loss_N, stats = hybrid(live.log_softmax(1), goal, **UNCAPPED)
+        loss_N, stats = HYBRID(live.log_softmax(1), goal)
         (slope,) = torch.autograd.grad(loss_N.sum(), live)
         values = torch.cat([loss_N.detach(), slope[0], stats["reverse_kl"]])
         assert float(values.abs().max()) < 1e-15
