@@ -63,10 +63,8 @@ def line(
     """The client of a role called "role-0", as it is run on the head."""
     nodes = [Node(cluster.hosts[index].address, 0, 1) for index in places]
     need = Process("role-0", gpus, len(nodes))
-    client = Ray(RayCluster(type="ray", address=cluster.address)).client(
-        need, nodes, argv, dict.fromkeys(env, "")
-    )
-    return cluster.command(cluster.hosts[0], client)
+    ray = Ray(RayCluster(type="ray", address=cluster.address))
+    return cluster.command(cluster.hosts[0], ray.client(need, nodes, argv, dict.fromkeys(env, "")))
 
 
 def starts(path: Path) -> list[tuple[str, str]]:

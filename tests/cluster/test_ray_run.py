@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray_hosts
+from kill_target import lives
 from ray_hosts import RayHosts
 from waiting import until
 from whole_run import DISTILL, ROOT, ended_well, over, steps_of
@@ -65,5 +66,5 @@ def test_a_run_on_a_head_of_its_own(tmp_path: Path) -> None:
     below = psutil.Process(run.pid).children(recursive=True)
     assert any(process.name() == "raylet" for process in below)
     assert run.wait(400) == 0, log.read_text()[-4000:]
-    assert not [one for one in below if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not [*filter(lives, below)]
     ended_well(run_dir, STEPS)

@@ -3,7 +3,6 @@ and more ids, resumed; and the run of a probe."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ from whole_run import called, ended_well, over
 
 import distill
 from distill.launch import probe
+from sync.base.jsonl import read_lines
 
 pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.filterwarnings("ignore")]
 MORE, STUDENT_END, TEACHER_END = 8, 62, 1
@@ -31,29 +31,20 @@ def test_a_base_student_learns_its_teachers_end_and_never_samples_ids_of_its_own
         assert "are the student's alone" in said
         assert "1 is learnt (rollout.stop_token_ids)" in said
     run = tmp_path / "runs/base"
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    sampled = [sample["tokens"] for sample in samples]
-    assert max(max(ids) for ids in sampled) < VOCABULARY, (
-        "an eighth of all tokens would be, if they were sampled"
-    )
+    sampled = [sample["tokens"] for sample in read_lines(run / "samples.jsonl")]
+    assert max(max(ids) for ids in sampled) < VOCABULARY, "else an eighth of all tokens would be beyond"
     ends = {ids[-1] for ids in sampled if len(ids) < 16}
     assert ends == {TEACHER_END, STUDENT_END}
     assert not any({TEACHER_END, STUDENT_END} & {*ids[:-1]} for ids in sampled)
     ended_well(run, 4)
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = read_lines(run / "metrics.jsonl")
     assert all(0 <= step["train/reverse_kl"] < 20 for step in steps if "train/reverse_kl" in step)
 
 
-# --- `distill plan --probe` with real engines: a plan whose step takes what the steps of its probe took
-
-
-MANY_STEPS = 1000
-"""More than the probe waits for."""
-
-
 def test_a_plan_after_a_probe_has_its_speeds_and_nothing_of_it_is_left(tmp_path, monkeypatch) -> None:
+    """`distill plan --probe`: a step of the plan takes what the steps of its probe took."""
     monkeypatch.setattr(probe, "SECONDS", 2.0)
-    config = distill.load_config(prepare(tmp_path, "probed", MANY_STEPS))
+    config = distill.load_config(prepare(tmp_path, "probed", 1000))  # more steps than the probe waits for
     said: list[str] = []
     before = psutil.Process().children(recursive=True)
     found = distill.plan(config, probe=True, say=said.append)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from kill_target import lives
 from run_on_letters import NAME, command
 from tiny_models import save_adapter
 from whole_run import DISTILL, ROOT
 
 from distill.config.loading import load
 
-ARGUMENTS = ["--max-tokens", "5", "--temperature", "0.01"]
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
@@ -24,14 +24,10 @@ def test_piped_prompts_get_two_answers_each_and_no_process_is_left(tmp_path: Pat
     save_adapter(base, run / "final", seed=1, rank=4, std=0.5)  # changes every answer
     config = load(tmp_path / f"{NAME}.toml", ["trainer.lora.rank=4"]).model_dump(mode="json")
     (run / "config.json").write_text(json.dumps(config))
-    process = subprocess.Popen(
-        [*DISTILL, "chat", str(run), *ARGUMENTS],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "60"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    line = [*DISTILL, "chat", str(run), "--max-tokens", "5", "--temperature", "0.01"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "60"}
+    piped = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(line, env=env, text=True, **piped)
     process.stdin.write("kdzmb>\n\n")
     process.stdin.flush()
     family: set[psutil.Process] = set()
@@ -49,4 +45,4 @@ def test_piped_prompts_get_two_answers_each_and_no_process_is_left(tmp_path: Pat
     answers = [line.strip("│ ").split()[0] for line in output.splitlines() if line.startswith("│")]
     assert not [one for one in answers if one.startswith(">>")], "which is what the base says"
     assert len(answers) == 2
-    assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not [*filter(lives, family)]

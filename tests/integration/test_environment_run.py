@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import recorded_run
@@ -20,7 +19,7 @@ from recorded import rollouts_of, rows_of
 from recorded_run import generated
 from run_on_letters import BATCH, NAME, command
 
-from distill.record.audit import AuditReport, audit
+from distill.record.audit import audit
 from distill.record.rollout import Rollout
 from distill.tasks.sort_letters import ASK, ASK_ID, EOS
 from sync.wire import Array, VersionSpan, unpack
@@ -42,29 +41,22 @@ async def play(task, talk):
         notes.write(json.dumps([task, said]) + "\\n")
     return float(len(said[0]) > 2)
 """
-
-
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}" + EOS + "{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}" + ASK + "{% endif %}"
 )
 
 
-@dataclass
-class Played:
+class Played(NamedTuple):
     """What is left of the run."""
 
-    report: AuditReport
-    summary: dict[str, Any]
+    target: KillTarget
     rollouts: list[Rollout]
     """On record when the launcher was killed, those whose arrays were not freed."""
-    requeued: set[str]
     notes: list[tuple[int, list[list[int]]]]
     """Task and the student's turns of every episode that the environment saw to its end."""
-    generated: set[tuple[Any, ...]]
-    """Answers of the replica, as a relay between it and the controller recorded them: id, ids of the prompt,
-    and what `turn` takes from the answer."""
-    orphans: int
+    recorded: Path
+    """What a relay between replica and controller kept."""
 
 
 @pytest.fixture(scope="module")
@@ -96,18 +88,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
         target.resume(STEPS)
         target.end()
         notes = [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
-        yield Played(
-            audit(target.run_dir),
-            target.summary(),
-            killed,
-            {*rows_of(target.run_dir, "SELECT reason FROM requeue")},
-            notes,
-            {
-                (asked.id, tuple(asked.token_ids), *turn(answer.token_ids, answer.logprob, answer.spans))
-                for asked, answer in generated(recorded)
-            },
-            target.orphans,
-        )
+        yield Played(target, killed, notes, recorded)
 
 
 def turn(
@@ -119,15 +100,14 @@ def turn(
 
 
 def test_the_run_completes_with_every_guarantee_kept(played: Played) -> None:
-    assert played.report.ok, played.report
-    assert played.summary["completed"]
-    assert played.summary["weights_identical"]
-    assert played.report.trained == played.summary["steps"] * BATCH
-    assert played.report.open_prompts == []
-    assert played.orphans == 0
-    assert played.requeued <= {
-        "environment_lost", "replica_lost", "replica_busy", "aborted", "controller_restarted",
-    }  # fmt: skip
+    report, summary = audit(played.target.run_dir), played.target.summary()
+    assert report.ok, report
+    assert (summary["completed"], summary["weights_identical"]) == (True, True)
+    assert report.trained == summary["steps"] * BATCH
+    assert (report.open_prompts, played.target.orphans) == ([], 0)
+    requeued = {*rows_of(played.target.run_dir, "SELECT reason FROM requeue")}
+    losses = {"environment_lost", "replica_lost", "replica_busy"}
+    assert requeued <= {*losses, "aborted", "controller_restarted"}
 
 
 def test_own_tokens_are_byte_for_byte_what_the_environment_was_told(played: Played) -> None:
@@ -143,19 +123,21 @@ def test_own_tokens_are_byte_for_byte_what_the_environment_was_told(played: Play
 
 
 def test_own_tokens_are_byte_for_byte_what_the_replica_answered(played: Played) -> None:
+    answered = {
+        (asked.id, tuple(asked.token_ids), *turn(answer.token_ids, answer.logprob, answer.spans))
+        for asked, answer in generated(played.recorded)
+    }
     for one in played.rollouts:
         before = [*unpack(one.prompt).tolist(), *unpack(one.tokens).tolist()]
         for start, end in one.own:
             asked = tuple(before[: one.prompt.shape[0] + start])
             own = turn(one.tokens, one.logprob, one.spans, slice(start, end))
-            assert (one.id, asked, *own) in played.generated
+            assert (one.id, asked, *own) in answered
 
 
 def test_the_evaluation_plays_the_held_out_tasks(played: Played) -> None:
-    after = played.summary["after"]
+    after = played.target.summary()["after"]
     assert 0 <= after["pass_rate"] <= 1
     assert after["reverse_kl"] > 0
-    assert {task for task, _ in played.notes} >= set(range(8)), (
-        "they are the first, and no rollout is of them"
-    )
+    assert {task for task, _ in played.notes} >= {*range(8)}, "the first, and no rollout is of them"
     assert min(int(one.id.split(":")[1]) for one in played.rollouts) >= 8

@@ -16,6 +16,7 @@ from tiny_models import model_of
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 TOLERANCE = 1e-4
 """Nats, in fp32; other weights are 0.1 and more away."""
+Arrays = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(home: Path) -> dict[str, np.ndarray]:
+def found(home: Path) -> Arrays:
     return written(families_in_vllm.__file__, home, *SERVED, *NOT_UPDATED, home / "found.npz")
 
 
@@ -42,7 +43,7 @@ def logp_of(folder: Path, tokens_RL: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("family", SERVED)
 def test_a_replica_computes_what_transformers_does_before_and_after_an_update(
-    family: str, found: dict[str, np.ndarray], home: Path
+    family: str, found: Arrays, home: Path
 ) -> None:
     for name, other in (("first", "second"), ("second", "first")):
         tokens_RL, logp_RT = found[f"{family}/{name}/tokens"], found[f"{family}/{name}/logp"]
@@ -53,7 +54,7 @@ def test_a_replica_computes_what_transformers_does_before_and_after_an_update(
 
 @pytest.mark.parametrize("family", SERVED)
 def test_a_replica_records_the_experts_that_transformers_chooses(
-    family: str, found: dict[str, np.ndarray], home: Path
+    family: str, found: Arrays, home: Path
 ) -> None:
     for name in ("first", "second"):
         tokens_RL, routes_RTMK = found[f"{family}/{name}/tokens"], found[f"{family}/{name}/routes"]
@@ -63,9 +64,7 @@ def test_a_replica_records_the_experts_that_transformers_chooses(
 
 
 @pytest.mark.parametrize("family", NOT_UPDATED)
-def test_an_update_that_vllm_would_make_in_part_is_refused(
-    family: str, found: dict[str, np.ndarray], home: Path
-) -> None:
+def test_an_update_that_vllm_would_make_in_part_is_refused(family: str, found: Arrays, home: Path) -> None:
     """Without the refusal the experts, their biases and the sinks stay, and the rest is replaced."""
     tokens_RL, logp_RT = found[f"{family}/first/tokens"], found[f"{family}/first/logp"]
     own = logp_of(home / family / "first", tokens_RL)[:, PROMPT - 1 :]

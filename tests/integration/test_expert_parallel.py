@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,16 +11,14 @@ import launched_trainer
 import pytest
 import torch
 from flat_tensors import digests
-from launched_trainer import STOP, Share, StubController, ran, save_tokenizer, until
+from launched_trainer import STOP, Share, StubController, mirror_of, ran, save_tokenizer, until
 from one_process import routed, same_step
+from published import follow
 from routed_models import spread, untrained
 from safetensors.torch import load_file
 
 from student_trainer.objectives.config import TopK
 from sync import wire
-from sync.base.settings import DirectoryStoreConfig
-from sync.weights.stores import open_store
-from sync.weights.subscribe import Mirror
 from sync.wire import FinalDigests, Version
 
 pytestmark = [
@@ -64,35 +61,23 @@ class Trained(NamedTuple):
     log: str
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
-
-
 @pytest.mark.parametrize(
-    ("kind", "ranks", "more", "change"),
+    ("kind", "more", "share"),
     [
-        ("Qwen2Moe", 2, {}, None),
-        ("Mixtral", 2, {"activation_checkpointing": True, "packing": "padded"}, None),
-        ("Olmoe", 2, {}, None),
-        ("DeepseekV3", 2, {}, None),
-        ("Qwen3Moe", 4, {"activation_checkpointing": True}, routed),
+        ("Qwen2Moe", {}, until(1, STOP)),
+        ("Mixtral", {"activation_checkpointing": True, "packing": "padded"}, until(1, STOP)),
+        ("Olmoe", {}, until(1, STOP)),
+        ("DeepseekV3", {}, until(1, STOP)),
+        ("Qwen3Moe", {"activation_checkpointing": True, "ranks": 4}, routed(until(1, STOP))),
     ],
     ids=["qwen2", "mixtral", "olmoe", "deepseek", "qwen3 on four ranks, replayed"],
 )
 def test_gradients_of_shared_experts_are_those_of_one_process(
-    kind: str,
-    ranks: int,
-    more: dict[str, Any],
-    change: Callable[[Share], Share] | None,
-    models: Path,
-    tmp_path: Path,
+    kind: str, more: dict[str, Any], share: Share, models: Path, tmp_path: Path
 ) -> None:
-    share = until(1, STOP) if change is None else change(until(1, STOP))
-    transport = {"transport": "broadcast" if kind == "Olmoe" else "snapshot"}
-    trainer = {"expert_parallel": 2, "ranks": ranks, **more}
-    metrics, expected = same_step(
-        models, kind, tmp_path, share, 1, TopK(k=4), trainer=trainer, weights=transport
-    )
+    sections = {"trainer": {"expert_parallel": 2, "ranks": 2} | more}
+    sections["weights"] = {"transport": "broadcast" if kind == "Olmoe" else "snapshot"}
+    metrics, expected = same_step(models, kind, tmp_path, share, 1, TopK(k=4), **sections)
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
@@ -116,10 +101,9 @@ def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path
     assert final.digests == digests(whole.run_dir / "final")
     start = load_file(models / "Qwen2Moe/model.safetensors")
     rounded = {name: tensor.to(torch.bfloat16) for name, tensor in start.items()}
-    store = open_store(DirectoryStoreConfig(), whole.run_dir / "store")
-    with Mirror(tmp_path / "mirror", store, "test") as mirror:
+    with mirror_of(whole.run_dir, tmp_path) as mirror:
         for version in whole.stub.told(wire.Published):
-            mirror.promote(mirror.stage(version.version).version)
+            follow(mirror, version.version)
             published = load_file(mirror.path / "model.safetensors")
             assert published.keys() == rounded.keys()
             if version.version.step == 0:
@@ -127,7 +111,8 @@ def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path
         assert digests(mirror.path) == final.digests
     changed = [name for name in rounded if not torch.equal(published[name], rounded[name])]
     assert {f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in range(4)} <= set(changed)
-    theirs, ours = (read_config(folder) for folder in (models / "Qwen2Moe", whole.run_dir / "final"))
+    folders = models / "Qwen2Moe", whole.run_dir / "final"
+    theirs, ours = (json.loads((folder / "config.json").read_text()) for folder in folders)
     assert ours | {"dtype": None} == theirs | {"dtype": None}
 
     resumed = trained(Version(1, 2), Version(0, 2))
@@ -148,10 +133,8 @@ def test_a_family_that_cannot_be_shared_is_refused_by_every_rank(tmp_path: Path)
     Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, head_dim=8)).save_pretrained(tmp_path / "glm")
     save_tokenizer(tmp_path / "glm")
     with closing(StubController(until(1, STOP))) as stub:
-        config = launched_trainer.settings(
-            tmp_path, tmp_path / "run", stub.url, "glm", trainer={"expert_parallel": 2}
-        )
-        said = ran(config, code=1)
+        more = {"trainer": {"expert_parallel": 2}}
+        said = ran(launched_trainer.settings(tmp_path, tmp_path / "run", stub.url, "glm", **more), code=1)
     assert "the student is a glm4_moe: DeepSpeed's AutoEP computes deepseek_v3" in said
     assert "Traceback" not in said
     assert stub.events == []

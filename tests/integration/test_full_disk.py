@@ -15,8 +15,9 @@ import torch
 from disks import fill, free, mounted
 from kill_target import KillTarget
 from run_on_letters import BATCH, NAME, command
+from whole_run import ended_well
 
-from distill.record.audit import AuditReport, audit
+from distill.record.audit import audit
 from student_trainer import checkpoint
 from student_trainer.ranks import Ranks
 
@@ -56,27 +57,15 @@ def test_every_full_disk_pauses_the_run_which_then_completes(tmp_path: Path) -> 
             stack.enter_context(mounted(disks[name], SIZES[name] << 10))
         words = command(tmp_path / "disk", STEPS, "run.min_free_disk_gib=0")
         kill_target = stack.enter_context(KillTarget(words, run_dir))
-        report = filled(kill_target, disks)
-        assert report.ok, report
-        assert report.trained == STEPS * BATCH
-        assert report.open_prompts == []
-        summary = kill_target.summary()
-        assert summary["completed"]
-        assert summary["weights_identical"]
-        assert summary["lineages"] == 1, "\n".join(["the trainer died:", *told(run_dir / "logs")])
+        fill_each(kill_target, disks)
+        report, summary = audit(run_dir), ended_well(run_dir, STEPS)
+        assert (report.trained, report.open_prompts) == (STEPS * BATCH, [])
+        logs = [(run_dir / f"logs/{name}.log").read_text()[-6000:] for name in ("launcher", "trainer")]
+        assert summary["lineages"] == 1, "\n".join(["the trainer died:", *logs])
 
 
-def told(logs: Path) -> list[str]:
-    """The last lines of the launcher and of the trainer."""
-    return [
-        line
-        for name in ("launcher", "trainer")
-        for line in (logs / f"{name}.log").read_text().splitlines()[-60:]
-    ]
-
-
-def filled(kill_target: KillTarget, disks: dict[str, Path]) -> AuditReport:
-    """Start the run, fill each disk once, and audit what came of it."""
+def fill_each(kill_target: KillTarget, disks: dict[str, Path]) -> None:
+    """Start the run, and fill each disk once until it ends."""
     kill_target.start()
     kill_target.wait(lambda: kill_target.step() >= 2, "step 2")
     fill(disks["arrays"])
@@ -104,4 +93,3 @@ def filled(kill_target: KillTarget, disks: dict[str, Path]) -> AuditReport:
     kill_target.end()
     newest, _ = checkpoint.find(disks["checkpoints"], ALONE)
     assert newest.name.endswith(f"{STEPS:08d}")
-    return audit(kill_target.run_dir)

@@ -7,7 +7,6 @@ Only ssh is replaced, by a script that enters a namespace instead of a machine.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 from run_on_words import prepare
 from slow_link import INTERFACE, SlowLink, missing
-from whole_run import DISTILL, ROOT, over
+from whole_run import DISTILL, ROOT, ended_well, over
 
 REASON = missing() or (None if shutil.which("pdsh") else "the command `pdsh` is missing (package pdsh)")
 pytestmark = [
@@ -66,25 +65,16 @@ def test_ranks_on_two_machines_train_one_model(tmp_path: Path) -> None:
         path = f"{enter_namespaces(tmp_path, link)}:{os.environ['PATH']}"
         environment = {name: value for name, value in os.environ.items() if name != "DISTILL_TOKEN"}
         environment |= {"PATH": path, "PYTHONPATH": str(ROOT), "DISTILL_TOKEN_FILE": str(tmp_path / "token")}
-        done = subprocess.run(
-            link.hosts[0].command([*DISTILL, "run", str(config), *settings]),
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=1200,
-            check=False,
-        )
+        line = link.hosts[0].command([*DISTILL, "run", str(config), *settings])
+        how = {"capture_output": True, "text": True, "timeout": 1200, "check": False}
+        done = subprocess.run(line, env=environment, cwd=tmp_path, **how)
         crossed = link.carried
     assert done.returncode == 0, done.stdout + done.stderr
     assert crossed > 1000, "the ranks spoke over the link"
-    log = (tmp_path / "runs/two-trainers/logs/trainer.log").read_text()
+    run_dir, ssh = tmp_path / "runs/two-trainers", (tmp_path / "ssh.log").read_text()
+    log = (run_dir / "logs/trainer.log").read_text()
     assert "rank0" in log
     assert "rank1" in log
-    assert {line.split()[0] for line in (tmp_path / "ssh.log").read_text().splitlines()} >= {
-        host.address for host in link.hosts
-    }
-    assert "a token of the tests" not in (tmp_path / "ssh.log").read_text() + log
-    summary = json.loads((tmp_path / "runs/two-trainers/summary.json").read_text())
-    assert (summary["completed"], summary["weights_identical"]) == (True, True)
-    assert summary["steps"] == STEPS
+    assert {line.split()[0] for line in ssh.splitlines()} >= {host.address for host in link.hosts}
+    assert "a token of the tests" not in ssh + log
+    ended_well(run_dir, STEPS)

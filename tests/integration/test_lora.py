@@ -1,7 +1,7 @@
 """A whole LoRA run with real engines, and a replica that follows adapters: in flight, digests, equality."""
 
-import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -17,7 +17,7 @@ from run_on_words import prepare
 from safetensors.torch import load_file, save_file
 from tiny_models import save_adapter
 from vllm_replica import Server, Versions, broadcast, distance, generate, prompt_logprobs, update
-from whole_run import called, over
+from whole_run import called, ended_well, over
 
 from distill.evaluation.models import load_model, merged
 from sync.base.errors import RemoteError
@@ -38,19 +38,15 @@ def setup(tmp_path_factory):
     vllm_replica.save_model("Qwen3", 0, base)
     for seed, folder in enumerate(adapters[:2]):
         save_adapter(base, folder, seed, RANK)
-    subprocess.run(["cp", "-r", adapters[1], adapters[2]], check=True)
+    shutil.copytree(adapters[1], adapters[2])
     tensors = load_file(adapters[2] / "adapter_model.safetensors")
     tensors[sorted(tensors)[0]] *= 1.5
     save_file(tensors, adapters[2] / "adapter_model.safetensors", {"format": "pt"})
-    servers = [Server(base, work, index, lora_rank=RANK) for index in range(2)]
-    try:
+    with Server(base, work, 0, lora_rank=RANK) as server, Server(base, work, 1, lora_rank=RANK) as fresh:
         Versions(work / "store", adapters, "lora")
-        for server in servers:
-            server.wait()
-        yield base, adapters, *servers
-    finally:
-        for server in servers:
-            server.stop()
+        server.wait()
+        fresh.wait()
+        yield base, adapters, server, fresh
 
 
 def error(base: Path, adapter: Path | None, prompt: list[int], answer, start: int = 0) -> float:
@@ -74,11 +70,11 @@ async def test_a_replica_follows_adapters_while_it_generates(setup):
             assert reply.version == Version(1, step)
             first_read.setdefault(step, reply.bytes_read)
 
-        updates = [partial(updated, step) for step in (1, 2)]
-        answers = await vllm_replica.generate_across(peer, [[5, 6, 7], [8, 9]], updates, max_tokens=400)
+        prompts, updates = [[5, 6, 7], [8, 9]], [partial(updated, step) for step in (1, 2)]
+        answers = await vllm_replica.generate_across(peer, prompts, updates, max_tokens=400)
         assert min(first_read.values()) > 0
         (after,) = await generate(peer, [[5, 6, 7]], max_tokens=24)
-    for prompt, answer in zip([[5, 6, 7], [8, 9]], answers, strict=True):
+    for prompt, answer in zip(prompts, answers, strict=True):
         assert [span.version for span in answer.spans][-2:] == [Version(1, 1), Version(1, 2)]
         assert (answer.spans[0].start, answer.spans[-1].end) == (0, 400)
         assert error(base, adapters[1], prompt, answer, answer.spans[-1].start) < TOLERANCE
@@ -145,11 +141,8 @@ print("said", llm.generate({"prompt_token_ids": [5, 6]})[0].outputs[0].text)
 def stock_completion(folder: Path) -> str:
     """What vLLM, without anything of ours in it, generates with the model in `folder`."""
     own = {"VLLM_PLUGINS": "", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    line, environment = (
-        [sys.executable, "-c", STOCK, str(folder)],
-        os.environ | own | {"OMP_NUM_THREADS": "1"},
-    )
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    line, env = [sys.executable, "-c", STOCK, str(folder)], os.environ | own | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.partition("said ")[2].strip()
 
@@ -160,8 +153,7 @@ def trained(folder: Path, stored: int, *settings: str) -> Path:
     config = prepare(folder, "lora", STEPS, trainer=trainer, evaluation={"prompts": 16, "threads": 1})
     called("run", str(config), *over("trainer.lr=2e-2", *settings))
     run = folder / "runs/lora"
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["completed"], summary["weights_identical"]) == (True, True)
+    summary = ended_well(run, STEPS)
     assert summary["evaluations"][-1]["reverse_kl"] < summary["evaluations"][0]["reverse_kl"]
     listing = called("sync", "ls", str(run)).splitlines()
     assert [line.split()[1] for line in listing] == ["lora"] * stored
@@ -181,7 +173,6 @@ def test_a_whole_run_trains_publishes_swaps_evaluates_and_merges_adapters(tmp_pa
     sources = (ModelSource(path=str(folder)) for folder in (run / "final", tmp_path / "student"))
     ours, theirs = map(load_tokenizer, sources)
     assert fingerprint(ours) == fingerprint(theirs)
-
     assert "AutoPeftModelForCausalLM" in ModelCard.load(run / "final/README.md").text
 
     called("export", str(run), str(tmp_path / "merged"))

@@ -13,38 +13,33 @@ import torch
 from route_recorder import ASKED, COMPLETION, PROMPT, SEQUENCES
 from routed_models import chosen
 from tiny_models import model_of
-from vllm_replica import save_model
+from vllm_replica import CHOSEN, EXPERTS, logp_TV, save_experts
 
 from student_trainer.routing import placed, replayed, routers
 from sync.base.errors import ConfigError
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
-EXPERTS, CHOSEN = 16, 4
+Arrays = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    work = tmp_path_factory.mktemp("routes")
-    folders = [work / name for name in ("first", "second")]
-    more = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 32}
-    for seed, folder in enumerate(folders):
-        save_model("Qwen3Moe", seed, folder, norm_topk_prob=True, **more)
-    return folders
+    return save_experts(tmp_path_factory.mktemp("routes"))
 
 
 @pytest.fixture(scope="module")
-def found(folders: list[Path]) -> dict[str, np.ndarray]:
+def found(folders: list[Path]) -> Arrays:
     return route_recorder.written(route_recorder.__file__, *folders, folders[0].parent / "found.npz")
 
 
-def sequences(found: dict[str, np.ndarray], name: str) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def sequences(found: Arrays, name: str) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(tokens, routes, log-probabilities) of all sequences of this name."""
     names = [key.removesuffix("/tokens") for key in found if key.startswith(name) and key.endswith("/tokens")]
     return [(found[f"{one}/tokens"], found[f"{one}/routes"], found[f"{one}/logp"]) for one in names]
 
 
 def test_recorded_routes_are_those_of_transformers_at_every_position(
-    found: dict[str, np.ndarray], folders: list[Path]
+    found: Arrays, folders: list[Path]
 ) -> None:
     assert found["happened prompts_in_part"] > 0
     assert found["happened preempted"] > 1, "the swap is one"
@@ -57,9 +52,7 @@ def test_recorded_routes_are_those_of_transformers_at_every_position(
         np.testing.assert_array_equal(np.sort(routes, -1), chosen(model, tokens))
 
 
-def test_the_trainer_replays_what_the_engine_recorded(
-    found: dict[str, np.ndarray], folders: list[Path]
-) -> None:
+def test_the_trainer_replays_what_the_engine_recorded(found: Arrays, folders: list[Path]) -> None:
     model = model_of(folders[0])
     tokens, routes, _ = sequences(found, "first")[0]
     routes_SMK = placed([routes], [0], [len(tokens)], (len(tokens), 2, CHOSEN))
@@ -71,7 +64,7 @@ def test_the_trainer_replays_what_the_engine_recorded(
 
 
 def test_after_a_swap_of_weights_earlier_tokens_keep_the_routes_that_sampled_from_them(
-    found: dict[str, np.ndarray], folders: list[Path]
+    found: Arrays, folders: list[Path]
 ) -> None:
     ((tokens, routes, _),) = sequences(found, "swapped")
     old, (before, after) = int(found["old rows"]), (chosen(model_of(folder), tokens) for folder in folders)
@@ -83,7 +76,7 @@ def test_after_a_swap_of_weights_earlier_tokens_keep_the_routes_that_sampled_fro
 
 
 def test_a_second_turn_brings_the_routes_that_the_first_did_not_and_those_stay(
-    found: dict[str, np.ndarray], folders: list[Path]
+    found: Arrays, folders: list[Path]
 ) -> None:
     """The swap was between the turns: the whole context was computed again, by other routers."""
     first, ((tokens, routes, _),) = found["first-0/routes"], sequences(found, "turn")
@@ -95,30 +88,24 @@ def test_a_second_turn_brings_the_routes_that_the_first_did_not_and_those_stay(
     np.testing.assert_array_equal(joined[len(first) :], after[len(first) :])
 
 
-def test_of_a_request_that_wants_no_routes_none_are_held(found: dict[str, np.ndarray]) -> None:
+def test_of_a_request_that_wants_no_routes_none_are_held(found: Arrays) -> None:
     assert found["held beside an evaluation"] == 1, "the turn of an episode"
 
 
-def test_experts_compute_with_the_weights_of_the_swap(
-    found: dict[str, np.ndarray], folders: list[Path]
-) -> None:
+def test_experts_compute_with_the_weights_of_the_swap(found: Arrays, folders: list[Path]) -> None:
     """Without the mend of `vllm_compat` they are misread after it: 0.7 nats away."""
     ((tokens, _, logp),) = sequences(found, "swapped")
-    own = torch.from_numpy(tokens[PROMPT:])[:, None]
-    ours = []
-    for folder in folders:
-        with torch.no_grad():
-            logits = model_of(folder)(torch.from_numpy(tokens[None])).logits[0, PROMPT - 1 : -1]
-        ours.append(logits.log_softmax(-1).gather(1, own)[:, 0].numpy())
+    prompt, own = tokens[:PROMPT].tolist(), torch.from_numpy(tokens[PROMPT:])[:, None]
+    logps = [logp_TV(model_of(folder), prompt, tokens[PROMPT:].tolist()) for folder in folders]
+    ours = [one.gather(1, own)[:, 0].numpy() for one in logps]
     before, after = (np.abs(one - logp) for one in ours)
     swap = int(found["old rows"]) - PROMPT + 1
     assert max(before[:swap].max(), after[swap:].max()) < 1e-3
     assert min(before[swap:].max(), after[:swap].max()) > 0.1
 
 
-def test_routes_of_requests_that_were_left_are_dropped(found: dict[str, np.ndarray]) -> None:
-    before, after = found["held before and after"]
-    assert (before, after) == (1, 1), "the request that runs"
+def test_routes_of_requests_that_were_left_are_dropped(found: Arrays) -> None:
+    assert found["held before and after"].tolist() == [1, 1], "the request that runs"
 
 
 # --- what is refused --------------------------------------------------------------------------------------
@@ -137,9 +124,8 @@ def engine(**changed: Any) -> tuple[Any, Any]:
     }
     config = SimpleNamespace(speculative_config=changed.pop("speculative_config", None))
     for name, fields in parts.items():
-        setattr(
-            config, name, SimpleNamespace(**{key: changed.pop(key, value) for key, value in fields.items()})
-        )
+        fields = {key: changed.pop(key, value) for key, value in fields.items()}
+        setattr(config, name, SimpleNamespace(**fields))
     for name in changed:
         delattr(runner, name)
     return runner, config

@@ -10,21 +10,10 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from sync import wire
 from sync.base.errors import SnapshotError, StoreError
 from sync.base.settings import ReplicaConfig
-from sync.wire import (
-    Generated,
-    GenerateFailed,
-    GeneratePrompt,
-    GenerateRequest,
-    RunIdentity,
-    Sampling,
-    UpdateRequest,
-    Version,
-    VersionSpan,
-    encode,
-    frames,
-)
+from sync.wire import Generated, GenerateRequest, Sampling, UpdateRequest, Version
 from sync.wire.claims import Claim
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -41,10 +30,10 @@ class Engine:
         self.dead_at = ""
         self.paused, self.label = False, "default"
         self.engine_core = self
-        cache = SimpleNamespace(enable_prefix_caching=False)
-        workers = SimpleNamespace(world_size=1)
         self.vllm_config = SimpleNamespace(
-            cache_config=cache, kv_transfer_config=None, parallel_config=workers
+            cache_config=SimpleNamespace(enable_prefix_caching=False),
+            kv_transfer_config=None,
+            parallel_config=SimpleNamespace(world_size=1),
         )
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 10, max_model_len=8)
 
@@ -118,7 +107,7 @@ def updater(engine: Engine, tmp_path: Path) -> Any:
     from sync.vllm.middleware import Updater
 
     config = ReplicaConfig(run="toy", store_path=tmp_path / "store", mirror=tmp_path / "mirror")
-    made = Updater(engine, config, Claim(RunIdentity("toy", "aa")))
+    made = Updater(engine, config, Claim(wire.RunIdentity("toy", "aa")))
     made._mirror.close()
     made._mirror = Slots()
     return made
@@ -132,10 +121,8 @@ def to(step: int, kv_on_swap: str = "recompute") -> UpdateRequest:
 async def test_no_cache_is_kept_where_the_engine_would_give_it_to_new_requests(
     engine: Engine, updater: Any, shares: str
 ) -> None:
-    if shares == "prefix cache":
-        engine.vllm_config.cache_config.enable_prefix_caching = True
-    else:
-        engine.vllm_config.kv_transfer_config = object()
+    engine.vllm_config.cache_config.enable_prefix_caching = shares == "prefix cache"
+    engine.vllm_config.kv_transfer_config = object() if shares == "KV connector" else None
     with pytest.raises(SnapshotError, match="would share prefixes between versions"):
         await updater.update(to(1, "keep"))
     assert engine.calls == []
@@ -214,7 +201,7 @@ async def test_vllms_own_routes_offer_the_adapter_once_it_is_in_place(
         routes._updater._mirror.close()
         routes._updater._mirror = Slots()
         message = to(1) if route == "update" else GenerateRequest(Sampling(max_tokens=1), [])
-        assert (await client.post(f"/distill/v1/{route}", content=encode(message))).status_code == 200
+        assert (await client.post(f"/distill/v1/{route}", content=wire.encode(message))).status_code == 200
     assert list(offered) == ["student"]
     assert ("distill_apply" if route == "update" else "distill_revert") in engine.calls
 
@@ -222,13 +209,13 @@ async def test_vllms_own_routes_offer_the_adapter_once_it_is_in_place(
 async def test_a_completion_by_weights_of_others_fails_alone(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = [GeneratePrompt(id, [1, 2]) for id in ("first", "second")]
-    asked = GenerateRequest(sampling=Sampling(max_tokens=1), prompts=prompts)
+    prompts = [wire.GeneratePrompt(id, [1, 2]) for id in ("first", "second")]
+    asked = GenerateRequest(Sampling(max_tokens=1), prompts)
     routes, client = replica(engine, tmp_path, {}, monkeypatch)
     async with client:
-        response = await client.post("/distill/v1/generate", content=encode(asked))
+        response = await client.post("/distill/v1/generate", content=wire.encode(asked))
     routes._updater._mirror.close()
-    answers = {answer.id: answer for answer in frames(response.content, Generated | GenerateFailed)}
+    answers = {one.id: one for one in wire.frames(response.content, Generated | wire.GenerateFailed)}
     assert answers["first"].unusable
     assert "'of others' is not a version" in answers["first"].error
-    assert answers["second"].spans == [VersionSpan(Version(0, 0), 0, 1)]
+    assert answers["second"].spans == [wire.VersionSpan(Version(0, 0), 0, 1)]

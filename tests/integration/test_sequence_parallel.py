@@ -10,14 +10,12 @@ import launched_trainer
 import pytest
 from attention_families import model
 from flat_tensors import digests
-from launched_trainer import STOP, VOCAB, StubController, ran, save_tokenizer, until
+from launched_trainer import STOP, VOCAB, StubController, mirror_of, ran, save_tokenizer, until
 from one_process import routed, same_step, sharing
+from published import follow
 
 from student_trainer import ledger
 from student_trainer.objectives.config import TopK
-from sync.base.settings import DirectoryStoreConfig
-from sync.weights.stores import open_store
-from sync.weights.subscribe import Mirror
 from sync.wire import FinalDigests, Published, Stop, TrainerHello, Version
 
 pytestmark = [
@@ -25,8 +23,6 @@ pytestmark = [
     pytest.mark.ranks,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
-OBJECTIVE = {"type": "topk", "k": 4, "discount": 0.7}
-"""Credit crosses the boundary between two ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +48,7 @@ def test_loss_and_gradients_are_those_of_one_process(
 ) -> None:
     share = until(1, STOP) if "expert_parallel" not in more else routed(until(1, STOP))
     trainer = {"sequence_parallel": 2, "ranks": ranks, **more}
-    objective = TopK(k=4, discount=0.7)
+    objective = TopK(k=4, discount=0.7)  # credit crosses the boundary between two ranks
     metrics, expected = same_step(models, family, tmp_path, share, 2, objective, trainer=trainer)
     del expected["lr"], expected["tokens_per_slot"]
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -65,18 +61,17 @@ def test_published_saved_and_recorded_as_without_and_resumed_by_other_ranks(mode
     def start(ranks: int, size: int, at: Version, parent: Version | None) -> StubController:
         with closing(StubController(sharing(until(2, stop), size), at, parent)) as stub:
             trainer = {"sequence_parallel": size, "ranks": ranks, "keep_checkpoints": 9}
-            given: dict[str, Any] = {"objective": OBJECTIVE, "trainer": trainer}
-            ran(launched_trainer.settings(models, run_dir, stub.url, "Qwen3", **given))
+            more = {"objective": {"type": "topk", "k": 4, "discount": 0.7}, "trainer": trainer}
+            ran(launched_trainer.settings(models, run_dir, stub.url, "Qwen3", **more))
             return stub
 
     first = start(2, 2, Version(0, 0), None)
     (hello,) = first.told(TrainerHello)
     assert (hello.world_size, hello.sequence_parallel) == (2, 2)
     (final,) = first.told(FinalDigests)
-    store = open_store(DirectoryStoreConfig(), run_dir / "store")
-    with Mirror(tmp_path / "mirror", store, "test") as mirror:
+    with mirror_of(run_dir, tmp_path) as mirror:
         for published in first.told(Published):
-            mirror.promote(mirror.stage(published.version).version)
+            follow(mirror, published.version)
         assert digests(mirror.path) == digests(run_dir / "final") == final.digests
     lineage = ledger.read(run_dir / "ledger")[0]
     assert lineage.steps == {step + 1: [f"s{step}-r{row}" for row in range(6)] for step in range(2)}

@@ -8,15 +8,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from kill_target import DEEPSPEED, ENGINE_OF, KillTarget
 from recorded import rows_of
 from run_on_letters import BATCH, CHECKPOINT_EVERY, NAME, command
 
-from distill.record.audit import AuditReport, audit
+from distill.record.audit import audit
 from distill.topology import EVALUATOR
 
 pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.faults, pytest.mark.filterwarnings("ignore")]
@@ -28,20 +26,8 @@ EVALUATED = "evaluation={prompts=8, threads=1}"
 ENGINE = ENGINE_OF + "student-0"
 
 
-@dataclass
-class Survivor:
-    """What is left of the run."""
-
-    report: AuditReport
-    summary: dict[str, Any]
-    lineages: list[Any]
-    orphans: int
-    said: str
-    """By the launcher."""
-
-
 @pytest.fixture(scope="module")
-def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
+def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillTarget]:
     """Killed: student, teacher, one rank; a guardian; the launcher, resumed to the end.
 
     Stopped: student, teacher, evaluator, the deepspeed launcher and one rank, and once more vLLM's engine.
@@ -51,7 +37,6 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
     with KillTarget(command(folder, 100_000, *LIMITS, EVALUATED), folder / NAME) as kill_target:
         kill_target.start()
         kill_target.wait(lambda: kill_target.step() >= 2, "step 2")
-        left = 0
         for stopped, killed, unguarded in (
             ([], [*SERVERS, "trainer"], None),
             ([*SERVERS, EVALUATOR, DEEPSPEED, "trainer"], [], None),
@@ -61,26 +46,26 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
                 kill_target.suspend(role, rng)
             for role in killed:
                 kill_target.kill(role, rng)
-            left += kill_target.kill_guardian(unguarded) if unguarded else 0
+            kill_target.orphans += kill_target.kill_guardian(unguarded) if unguarded else 0
             struck = {*stopped, *killed, *filter(None, [unguarded])} - {DEEPSPEED}
             kill_target.wait_at_work([role.removeprefix(ENGINE_OF) for role in struck])
         kill_target.kill_launcher()
         kill_target.resume(STEPS)
         kill_target.end()
-        lineages = rows_of(kill_target.run_dir, "SELECT from_step, start, branch FROM lineage")
-        said = (kill_target.run_dir / "logs" / "launcher.log").read_text()
-        yield Survivor(
-            audit(kill_target.run_dir), kill_target.summary(), lineages, left + kill_target.orphans, said
-        )
+        yield kill_target
 
 
-def test_the_run_completes_with_every_guarantee_kept_and_leaves_no_process(survivor: Survivor) -> None:
-    report, summary = survivor.report, survivor.summary
+@pytest.fixture(scope="module")
+def said(survivor: KillTarget) -> str:
+    """By the launcher."""
+    return (survivor.run_dir / "logs" / "launcher.log").read_text()
+
+
+def test_the_run_completes_with_every_guarantee_kept_and_leaves_no_process(survivor: KillTarget) -> None:
+    report, summary = audit(survivor.run_dir), survivor.summary()
     assert report.ok, report
     assert summary["completed"]
-    assert 0 < report.trained <= summary["steps"] * BATCH, (
-        "a batch that kills two trainers is trained in parts"
-    )
+    assert 0 < report.trained <= summary["steps"] * BATCH, "one that kills two trainers is trained in parts"
     assert report.open_prompts == [], "every rollout was trained once, or dropped with its reason"
     assert report.oldest <= 2
     assert report.again > 0
@@ -90,22 +75,20 @@ def test_the_run_completes_with_every_guarantee_kept_and_leaves_no_process(survi
 
 
 @pytest.mark.parametrize("role", ["student-0", "teacher-only", EVALUATOR])
-def test_a_server_that_is_stopped_is_told_with_the_rule_and_killed(survivor: Survivor, role: str) -> None:
-    assert survivor.said.count(f"{role}: /health has not answered for run.health_timeout_seconds = 20 s") >= 1
-    kills = survivor.said.count(f"{role} is killed, to be restarted")
+def test_a_server_that_is_stopped_is_told_with_the_rule_and_killed(said: str, role: str) -> None:
+    assert f"{role}: /health has not answered for run.health_timeout_seconds = 20 s" in said
+    kills = said.count(f"{role} is killed, to be restarted")
     assert kills >= (2 if role == "student-0" else 1), "the student's once more for its engine"
 
 
-def test_a_trainer_without_all_heartbeats_and_a_stopped_engine_are_told_with_the_rule(
-    survivor: Survivor,
-) -> None:
-    assert re.search(r"no heartbeat of trainer rank [01] for run.health_timeout_seconds", survivor.said)
-    assert "trainer is killed, to be restarted" in survivor.said
-    assert "generated no token for rollout.stall_timeout_seconds = 40 s" in survivor.said
+def test_a_trainer_without_all_heartbeats_and_a_stopped_engine_are_told_with_the_rule(said: str) -> None:
+    assert re.search(r"no heartbeat of trainer rank [01] for run.health_timeout_seconds", said)
+    assert "trainer is killed, to be restarted" in said
+    assert "generated no token for rollout.stall_timeout_seconds = 40 s" in said
 
 
-def test_every_death_of_the_trainer_costs_at_most_the_steps_since_a_checkpoint(survivor: Survivor) -> None:
-    (first, *_), *others = survivor.lineages
+def test_every_death_of_the_trainer_costs_at_most_the_steps_since_a_checkpoint(survivor: KillTarget) -> None:
+    (first, *_), *others = rows_of(survivor.run_dir, "SELECT from_step, start, branch FROM lineage")
     assert first is None
     assert len(others) >= 3
     for checkpoint, start, branch in others:

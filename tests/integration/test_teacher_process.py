@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -18,10 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forked import start
 from fuzz import flood, fuzz
-from ports import free_port
 from teacher_completions import check_completions_score_alike
+from teacher_process import TeacherProcess
 from tiny_models import language_model, save_words
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
@@ -42,7 +40,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 VOCAB = 20
 MAX_LENGTH = 64
 QUEUE_TOKENS = 2048
-WITH_TOKEN = {"DISTILL_TOKEN": "secret"}
 
 
 @pytest.fixture(scope="module")
@@ -55,48 +52,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Process:
-    """A teacher process that can be killed and started again on its port."""
-
-    def __init__(self, folder: Path, tmp: Path, **config: Any) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        settings = {"path": str(folder), "dtype": "float32", "threads": 1, "wire_dtype": "float32"}
-        self._config = tmp / f"{self.port}.json"
-        self._config.write_text(json.dumps(settings | {"queue_tokens": QUEUE_TOKENS} | config))
-        self._log = tmp / f"{self.port}.log"
-        self.start()
-
-    def start(self) -> None:
-        arguments = ["--config", str(self._config), "--name", "toy", "--port", str(self.port)]
-        environment = os.environ | WITH_TOKEN | {"OMP_NUM_THREADS": "1"}
-        with self._log.open("ab") as log:
-            self.child = start([sys.executable, "-m", "teacher_service", *arguments], environment, log)
-
-    def end(self, how: signal.Signals) -> int:
-        """Signal it; the exit status."""
-        self.child.send_signal(how)
-        return self.child.wait(120)
-
-    def log(self) -> str:
-        return self._log.read_text()
+def started(model: Path, folder: Path, **config: Any) -> TeacherProcess:
+    settings = {"wire_dtype": "float32", "queue_tokens": QUEUE_TOKENS}
+    return TeacherProcess(model, folder, "toy", "secret", **settings, **config)
 
 
 @pytest.fixture(scope="module")
-def teacher(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    process = Process(folder, tmp_path_factory.mktemp("one"))
+def teacher(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TeacherProcess]:
+    process = started(folder, tmp_path_factory.mktemp("one"))
     yield process
-    process.end(signal.SIGKILL)
+    process.end()
 
 
 @pytest.fixture(scope="module")
-def second(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    process = Process(folder, tmp_path_factory.mktemp("two"))
+def second(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TeacherProcess]:
+    process = started(folder, tmp_path_factory.mktemp("two"))
     yield process
-    process.end(signal.SIGKILL)
+    process.end()
 
 
-async def up(process: Process) -> None:
+async def up(process: TeacherProcess) -> None:
     """Start it if it has ended, and wait until it answers."""
     if process.child.poll() is not None:
         process.start()
@@ -109,28 +84,19 @@ async def up(process: Process) -> None:
 
 def sequences(n: int, seed: int = 0) -> list[ScoreSequence]:
     rng = np.random.default_rng(seed)
-    return [
-        ScoreSequence(
-            f"{seed}-{i}", wire.pack(rng.integers(0, VOCAB, int(rng.integers(4, 12))).astype(np.int32)), 2
-        )
-        for i in range(n)
-    ]
+    ids = [rng.integers(0, VOCAB, int(rng.integers(4, 12))).astype(np.int32) for _ in range(n)]
+    return [ScoreSequence(f"{seed}-{i}", wire.pack(one), 2) for i, one in enumerate(ids)]
 
 
-async def test_it_serves_what_a_plain_forward_pass_gives(teacher: Process, folder: Path) -> None:
+async def test_it_serves_what_a_plain_forward_pass_gives(teacher: TeacherProcess, folder: Path) -> None:
     await up(teacher)
     options = sequences(5)
     async with TeacherClient("toy", [teacher.url], "secret") as client:
         info = await client.info()
         results, _ = await client.score(options, Want(topk=4))
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    assert (info.name, info.engine, info.vocab_size, info.max_length) == (
-        "toy",
-        "transformers",
-        VOCAB,
-        MAX_LENGTH,
-    )
-    assert info.tokenizer_fingerprint == fingerprint(tokenizer)
+    what = info.name, info.engine, info.vocab_size, info.max_length
+    assert what == ("toy", "transformers", VOCAB, MAX_LENGTH)
+    assert info.tokenizer_fingerprint == fingerprint(PreTrainedTokenizerFast.from_pretrained(folder))
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for sequence, result in zip(options, results, strict=True):
         assert isinstance(result, Scored)
@@ -142,7 +108,7 @@ async def test_it_serves_what_a_plain_forward_pass_gives(teacher: Process, folde
 
 
 async def test_it_generates_what_it_then_scores_alike_and_the_same_for_the_same_seed(
-    teacher: Process,
+    teacher: TeacherProcess,
 ) -> None:
     await up(teacher)
     async with TeacherClient("toy", [teacher.url], "secret") as client:
@@ -150,7 +116,7 @@ async def test_it_generates_what_it_then_scores_alike_and_the_same_for_the_same_
 
 
 async def test_the_probes_pass_a_real_teacher_and_catch_a_broken_one(
-    teacher: Process, folder: Path, tmp_path: Path
+    teacher: TeacherProcess, folder: Path, tmp_path: Path
 ) -> None:
     """Broken: a process that was given other weights, and one with too short a context."""
     await up(teacher)
@@ -179,21 +145,20 @@ async def test_the_probes_pass_a_real_teacher_and_catch_a_broken_one(
     shutil.copytree(folder, other)
     torch.manual_seed(7)
     Qwen3ForCausalLM(model.config).save_pretrained(other)
-    broken = Process(other, tmp_path, max_length=48)
+    broken = started(other, tmp_path, max_length=48)
     try:
         await up(broken)
         async with TeacherClient("toy", [broken.url], "secret") as client:
             cut = await probes.not_truncated(partial(_scores, client), longest, VOCAB)
             wrong = probes.equals_plain(await probes.scores(partial(_scores, client), options), plain, 1e-3)
     finally:
-        broken.end(signal.SIGKILL)
+        broken.end()
     assert "a sequence of 64 tokens came back with 0 of 24 scores" in cut.line
-    assert cut.problem is not None
-    assert wrong.problem is not None
+    assert None not in (cut.problem, wrong.problem)
     assert "see that the teacher's process serves the path and revision" in wrong.problem
 
 
-async def test_malformed_requests_break_nothing(teacher: Process) -> None:
+async def test_malformed_requests_break_nothing(teacher: TeacherProcess) -> None:
     await up(teacher)
     good = wire.ScoreRequest(sequences=sequences(3), want=Want(topk=3))
     prompts = [wire.TeacherPrompt(str(i), one.token_ids, i) for i, one in enumerate(sequences(3))]
@@ -205,7 +170,7 @@ async def test_malformed_requests_break_nothing(teacher: Process) -> None:
     assert teacher.child.poll() is None
 
 
-async def test_a_flood_is_refused_and_memory_stays_flat(teacher: Process) -> None:
+async def test_a_flood_is_refused_and_memory_stays_flat(teacher: TeacherProcess) -> None:
     await up(teacher)
     statuses, grown = await flood(teacher.url, teacher.child.pid, QUEUE_TOKENS, MAX_LENGTH, "secret")
     assert set(statuses) == {200, 429}
@@ -216,7 +181,10 @@ async def test_a_flood_is_refused_and_memory_stays_flat(teacher: Process) -> Non
 
 
 async def test_callers_ride_through_the_death_and_return_of_replicas(
-    teacher: Process, second: Process, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    teacher: TeacherProcess,
+    second: TeacherProcess,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await up(teacher)
     await up(second)
@@ -257,7 +225,7 @@ async def _ask_until(client: TeacherClient, stop: asyncio.Event) -> list[Any]:
         await asyncio.sleep(0.05)
 
 
-async def test_a_termination_signal_ends_it_cleanly(second: Process) -> None:
+async def test_a_termination_signal_ends_it_cleanly(second: TeacherProcess) -> None:
     await up(second)
     assert second.end(signal.SIGTERM) == 0
 
@@ -266,21 +234,15 @@ async def test_a_self_teacher_ends_while_a_version_that_it_reads_does_not_come(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its store is an S3 endpoint that accepts connections and never answers."""
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(600)
-        options = {
-            "endpoint": "http://127.0.0.1:{1}".format(*silent.getsockname()),
-            "region": "here",
-            "access_key_id": "a",
-            "secret_access_key": "b",
-        }
+        options = {"endpoint": "http://127.0.0.1:{1}".format(*silent.getsockname()), "region": "here"}
+        options |= {"access_key_id": "a", "secret_access_key": "b"}
         store = ObjectStoreConfig(type="object", url="s3://bucket/prefix", options=options)
         follows = ReplicaConfig(run="r", store=store, store_path=tmp_path, mirror=tmp_path / "mirror")
         for name, value in follows.environment().items():
             monkeypatch.setenv(name, value)
-        teacher = Process(folder, tmp_path, follow_student_every=1)
+        teacher = started(folder, tmp_path, follow_student_every=1)
         try:
             await up(teacher)
             claim = Claim(wire.RunIdentity("r", "id"))  # no version is read before a run claims the teacher
@@ -291,18 +253,6 @@ async def test_a_self_teacher_ends_while_a_version_that_it_reads_does_not_come(
                 assert teacher.end(signal.SIGTERM) == 0, teacher.log()
         finally:
             teacher.child.kill()
-
-
-def _run(tmp: Path, config: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = tmp / "config.json"
-    path.write_text(config)
-    return subprocess.run(
-        [sys.executable, "-m", "teacher_service", "--config", str(path), "--name", "x", *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
 
 
 @pytest.mark.parametrize(
@@ -316,7 +266,11 @@ def _run(tmp: Path, config: str, *arguments: str, **environment: str) -> subproc
 def test_what_cannot_be_served_is_said_and_ends_with_status_2(
     tmp_path: Path, config: str, arguments: tuple[str, ...], says: str
 ) -> None:
-    ended = _run(tmp_path, config, *arguments, DISTILL_TOKEN="")
+    path = tmp_path / "config.json"
+    path.write_text(config)
+    line = [sys.executable, "-m", "teacher_service", "--config", str(path), "--name", "x", *arguments]
+    environment = os.environ | {"DISTILL_TOKEN": ""}
+    ended = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 2
     assert says in ended.stderr
     assert "Traceback" not in ended.stderr

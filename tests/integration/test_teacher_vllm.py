@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,15 @@ import numpy as np
 import psutil
 import pytest
 from forked import VLLM, Forked, start
-from ports import free_port
+from ports import free_port, healthy
 from teacher_completions import check_completions_score_alike
 from tiny_models import language_model, save_words
 from vllm_replica import AMX
+from waiting import until
 
 from sync.base.errors import RemoteError
 from sync.vllm.plugin import PLUGIN
 from sync.wire import Scored, ScoreSequence, Want, pack, unpack
-from sync.wire.client import Peer
 from teacher_service.batching import split
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
@@ -53,18 +55,14 @@ SERVER_FLAGS = (
     "--kv-cache-memory-bytes=67108864",
 )
 POOLS = ("--runner=pooling", "--convert=embed", '--pooler-config={"task": "token_embed"}')
+Urls = dict[str, str]
 MoE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
 
 
 def save_model(path: Path, kind: str, **more: Any) -> Path:
     """A random model with rows beyond its tokenizer, which is saved beside it."""
-    size = {
-        "vocab_size": PADDED,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.2,
-    }
-    size |= {"max_position_embeddings": LONGEST, "tie_word_embeddings": False, "eos_token_id": 0}
+    size = {"vocab_size": PADDED, "num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 0}
+    size |= {"max_position_embeddings": LONGEST, "tie_word_embeddings": False, "initializer_range": 0.2}
     language_model(kind, **size, **more).save_pretrained(path)
     save_words(path, ("<eos>", *(f"t{i}" for i in range(1, VOCAB))), eos_token="<eos>")
     return path
@@ -105,20 +103,16 @@ class Processes:
         path.write_text(json.dumps({"path": str(folder), "dtype": "float32", "engine": "vllm", **config}))
         return self.start("teacher_service", "--config", str(path), "--name", "v")
 
-    async def up(self) -> None:
+    def up(self) -> None:
         for url, process in self._started:
-            async with Peer(url) as peer:
-                async with asyncio.timeout(600):
-                    while not await peer.alive():
-                        assert process.poll() is None, url
-                        await asyncio.sleep(0.1)
+            until(partial(healthy, url), 600, lambda at=url: at, process, 0.1)
 
     def started_by_first(self) -> list[str]:
         """Names of all processes below the first, multiprocessing's bookkeeper apart."""
         below = psutil.Process(self._started[0][1].pid).children(recursive=True)
         return [one.name() for one in below if "resource_tracker" not in " ".join(one.cmdline())]
 
-    def stop(self) -> None:
+    def close(self) -> None:
         alive = [process for _, process in reversed(self._started) if process.poll() is None]
         family = [child for one in alive for child in psutil.Process(one.pid).children(recursive=True)]
         for process in alive:
@@ -134,29 +128,23 @@ class Processes:
 
 
 @pytest.fixture(scope="module")
-def urls(folder: Path, experts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def urls(folder: Path, experts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Urls]:
     """Two stock servers, one that generates and one that pools, and two teachers.
 
     The teacher of two workers completes prompts through the server that generates.
     """
-    processes = Processes(tmp_path_factory.mktemp("processes"))
-    try:
+    with closing(Processes(tmp_path_factory.mktemp("processes"))) as processes:
         found = {
             "generates": processes.server(folder, "--no-enable-chunked-prefill"),
             "pools": processes.server(folder, "--max-num-batched-tokens=64", "--max-num-seqs=32", *POOLS),
             "experts": processes.teacher(experts, engine_args=ENGINE_ARGS),
         }
-        asyncio.run(processes.up())
+        processes.up()
         found["workers"] = processes.teacher(
             folder, engine_args=ENGINE_ARGS | {"tensor-parallel-size": 2}, generate_url=found["generates"]
         )
-        asyncio.run(processes.up())
+        processes.up()
         yield found
-    finally:
-        processes.stop()
-
-
-# --- scores -----------------------------------------------------------------------------------------------
 
 
 def sequences(k: int) -> tuple[list[ScoreSequence], list[Item]]:
@@ -171,16 +159,18 @@ def sequences(k: int) -> tuple[list[ScoreSequence], list[Item]]:
     return wire, items
 
 
-def check(result: Any, expected: EngineScores) -> None:
-    """Within TOLERANCE, and for top-k and gathered ones within the half precision of the wire."""
-    assert isinstance(result, Scored)
-    truth = scored(result.id, expected, "f4")
-    for name in ("logprob", "topk_ids", "topk_logprob", "gathered", "entropy", "hidden"):
-        got, want = getattr(result, name), getattr(truth, name)
-        assert (got is None) == (want is None), name
-        if got is not None:
-            relative = 1e-3 if got.dtype == "f2" else 0
-            np.testing.assert_allclose(unpack(got), unpack(want), rtol=relative, atol=TOLERANCE, err_msg=name)
+def check(results: list[Any], engine: Engine, items: list[Item], options: ScoreOptions) -> None:
+    """Within TOLERANCE of that engine, and for top-k and gathered ones in the half precision of the wire."""
+    expected = split(engine.score(items, options), [item.positions for item in items])
+    for result, scores in zip(results, expected, strict=True):
+        assert isinstance(result, Scored)
+        truth = scored(result.id, scores, "f4")
+        for name in ("logprob", "topk_ids", "topk_logprob", "gathered", "entropy", "hidden"):
+            got, want = getattr(result, name), getattr(truth, name)
+            assert (got is None) == (want is None), name
+            if got is not None:
+                bounds = {"rtol": 1e-3 if got.dtype == "f2" else 0, "atol": TOLERANCE}
+                np.testing.assert_allclose(unpack(got), unpack(want), **bounds, err_msg=name)
 
 
 KINDS = {
@@ -202,54 +192,40 @@ def plain(folder: Path, experts: Path) -> dict[str, Engine]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["workers", "experts"])
 async def test_scores_of_two_workers_and_of_experts_equal_those_of_transformers(
-    urls: dict[str, str], plain: dict[str, Engine], where: str, kind: str
+    urls: Urls, plain: dict[str, Engine], where: str, kind: str
 ) -> None:
     (want, k), truth = KINDS[kind], plain[where]
     wire, items = sequences(k)
     options = ScoreOptions(want.topk, k, want.entropy, want.hidden, want.temperature)
-    expected = split(truth.score(items, options), [item.positions for item in items])
     async with TeacherClient("v", [urls[where]]) as client:
-        results, _ = await client.score(wire, want)
-        for result, scores in zip(results, expected, strict=True):
-            check(result, scores)
+        check((await client.score(wire, want)).results, truth, items, options)
         if kind == "full":
             head = truth.head()
             np.testing.assert_array_equal(unpack((await client.head()).weight), unpack(head.weight))
 
 
-async def test_requests_that_overlap_get_their_own_scores(
-    urls: dict[str, str], plain: dict[str, Engine]
-) -> None:
+async def test_requests_that_overlap_get_their_own_scores(urls: Urls, plain: dict[str, Engine]) -> None:
     wire, items = sequences(0)
-    expected = split(plain["workers"].score(items, ScoreOptions(topk=2)), [item.positions for item in items])
     async with TeacherClient("v", [urls["workers"]]) as client:
         answers = await asyncio.gather(*(client.score([one], Want(topk=2)) for one in wire * 4))
-    for ((result,), _), scores in zip(answers, expected * 4, strict=True):
-        check(result, scores)
+    check([result for (result,), _ in answers], plain["workers"], items * 4, ScoreOptions(topk=2))
 
 
 async def test_data_parallel_engines_share_the_sequences_of_a_batch(
     folder: Path, plain: dict[str, Engine], tmp_path: Path
 ) -> None:
-    processes = Processes(tmp_path)
-    try:
+    with closing(Processes(tmp_path)) as processes:
         url = processes.teacher(folder, engine_args=ENGINE_ARGS | {"data_parallel_size": 2})
-        await processes.up()
+        processes.up()
         computing = ["VLLM::DPCoordinator", "VLLM::EngineCore_DP0", "VLLM::EngineCore_DP1"]
         assert sorted(processes.started_by_first()) == computing, "none has workers apart"
         wire, items = sequences(0)
-        expected = split(plain["workers"].score(items, ScoreOptions(5)), [item.positions for item in items])
         async with TeacherClient("v", [url]) as client:
-            for result, scores in zip(
-                (await client.score(wire, Want(topk=5))).results, expected, strict=True
-            ):
-                check(result, scores)
-    finally:
-        processes.stop()
+            check((await client.score(wire, Want(topk=5))).results, plain["workers"], items, ScoreOptions(5))
 
 
 def test_scores_of_a_stock_server_by_url_equal_those_of_transformers(
-    urls: dict[str, str], plain: dict[str, Engine], folder: Path
+    urls: Urls, plain: dict[str, Engine], folder: Path
 ) -> None:
     config = TeacherConfig(path=str(folder), dtype="float32", engine="vllm", engine_url=urls["pools"])
     teacher = build(config, VOCAB)
@@ -262,20 +238,12 @@ def test_scores_of_a_stock_server_by_url_equal_those_of_transformers(
     teacher.close()
 
 
-# --- completions ------------------------------------------------------------------------------------------
-
-
-async def test_completions_of_the_generating_server_have_the_scores_of_the_teacher(
-    urls: dict[str, str],
-) -> None:
+async def test_completions_of_the_generating_server_have_the_scores_of_the_teacher(urls: Urls) -> None:
     async with TeacherClient("v", [urls["workers"]]) as client:
         await check_completions_score_alike(client, VOCAB)
     async with TeacherClient("v", [urls["experts"]]) as client:
         with pytest.raises(RemoteError, match="cannot give 'generate'"):
             await check_completions_score_alike(client, VOCAB)
-
-
-# --- the processor -----------------------------------------------------------------------------------------
 
 
 def test_a_teacher_in_bf16_on_a_processor_with_amx_uses_another_kernel(folder: Path) -> None:

@@ -7,16 +7,13 @@ more than their tokenizer has ids.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import launched_trainer
 import msgspec
@@ -26,18 +23,16 @@ import pytest
 import torch
 import waiting
 from flat_tensors import digests
-from forked import start
-from launched_trainer import STOP, Running, StubController, ran, settings, shares, until
-from ports import free_port
+from launched_trainer import STOP, Running, StubController, mirror_of, ran, settings, shares, until
+from published import follow
 from safetensors.torch import load_file
+from teacher_process import TeacherProcess
 from tiny_models import language_model
+from torch.utils._pytree import tree_flatten_with_path
 
 from student_trainer import launch, ledger
 from student_trainer.teacher_scores import with_scores
 from sync import wire
-from sync.base.settings import DirectoryStoreConfig
-from sync.weights.stores import open_store
-from sync.weights.subscribe import Mirror
 from sync.wire import FinalDigests, Message, Published, Rows, StepReport, TrainBatch, Version, Wait, Want
 from sync.wire.client import BlockingPeer
 
@@ -46,22 +41,16 @@ pytestmark = [
     pytest.mark.ranks,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
-
-
-# --- models -----------------------------------------------------------------------------------------------
+TOPK: dict[str, Any] = {"objective": {"type": "topk", "k": 4}}
+FULL: dict[str, Any] = {"objective": {"type": "full"}}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with `qwen` and `llama`."""
     folder = tmp_path_factory.mktemp("models")
-    size = {
-        "vocab_size": launched_trainer.VOCAB + 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "head_dim": 8,
-    }
-    size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.02}
+    size = {"vocab_size": launched_trainer.VOCAB + 2, "hidden_size": 32, "intermediate_size": 48}
+    size |= {"head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.02}
     for name, kind in (("qwen", "Qwen3"), ("llama", "Llama")):
         model = language_model(kind, **size, tie_word_embeddings=kind == "Qwen3")
         model.to(torch.bfloat16).save_pretrained(folder / name)
@@ -88,10 +77,11 @@ def shards(checkpoint: Path) -> dict[str, Any]:
     for path in (checkpoint / "deepspeed").glob("*zero_pp_rank_*.pt"):
         content = torch.load(path, weights_only=False)
         zero = content.get("optimizer_state_dict", {})
-        wanted = ("fp32_flat_groups", "optimizer_state_dict")
-        found |= {f"{path.name} {name}": zero[name] for name in wanted if name in zero}
-        wanted = ("global_steps", "skipped_steps", "param_shapes")
-        found |= {f"{path.name} {name}": content[name] for name in wanted if name in content}
+        for part, names in (
+            (zero, ("fp32_flat_groups", "optimizer_state_dict")),
+            (content, ("global_steps", "skipped_steps", "param_shapes")),
+        ):
+            found |= {f"{path.name} {name}": part[name] for name in names if name in part}
     return found
 
 
@@ -102,38 +92,18 @@ def widest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> floa
 
 def assert_same(one: Any, other: Any) -> None:
     """Equal structures with equal tensors, bit for bit."""
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for name in one:
-            assert_same(one[name], other[name])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for mine, theirs in zip(one, other, strict=True):
-            assert_same(mine, theirs)
-    else:
-        assert one == other
+    ours, theirs = (dict(tree_flatten_with_path(tree)[0]) for tree in (one, other))
+    assert ours.keys() == theirs.keys()
+    for path, a in ours.items():
+        assert type(a) is type(theirs[path])
+        assert torch.equal(a, theirs[path]) if isinstance(a, torch.Tensor) else a == theirs[path]
 
 
-# --- tests --------------------------------------------------------------------------------------------------
-
-
-TOPK: dict[str, Any] = {"objective": {"type": "topk", "k": 4}}
-FULL: dict[str, Any] = {"objective": {"type": "full"}}
-
-
-@dataclass
-class Whole:
+class Whole(NamedTuple):
     """Four steps of two ranks on the tied Qwen3 with nothing in between; checkpoints of steps 2 and 4."""
 
     run_dir: Path
     stub: StubController
-
-    def copy(self, folder: Path) -> Path:
-        """Its run folder, for a test that resumes it."""
-        return shutil.copytree(self.run_dir, folder, dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +114,6 @@ def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     stub.close()
     assert [saved.version.step for saved in stub.told(wire.CheckpointSaved)] == [2, 4]
     return Whole(folder, stub)
-
-
-def begin_from(version: Version, run_dir: Path) -> None:
-    (run_dir / "checkpoints/latest").write_text(f"{version}\n")
 
 
 def test_two_ranks_train_and_publish_a_tied_model(whole: Whole, tmp_path: Path) -> None:
@@ -171,9 +137,8 @@ def test_two_ranks_train_and_publish_a_tied_model(whole: Whole, tmp_path: Path) 
     (final,) = stub.told(FinalDigests)
     assert final.digests == digests(whole.run_dir / "final")
     assert "lm_head.weight" not in final.digests
-    store = open_store(DirectoryStoreConfig(), whole.run_dir / "store")
-    with Mirror(tmp_path / "mirror", store, "test") as mirror:
-        mirror.promote(mirror.stage(Version(0, 4)).version)
+    with mirror_of(whole.run_dir, tmp_path) as mirror:
+        follow(mirror, Version(0, 4))
         assert digests(mirror.path) == final.digests
     lineages = ledger.read(whole.run_dir / "ledger")
     assert sorted(lineages[0].steps[2]) == [f"s1-r{index}" for index in range(6)]
@@ -184,11 +149,11 @@ def test_resumed_and_stopped_by_signal_equals_uninterrupted(
     whole: Whole, models: Path, tmp_path: Path, controller: Any
 ) -> None:
     (unbroken,) = whole.stub.told(FinalDigests)
-    whole.copy(tmp_path)
+    shutil.copytree(whole.run_dir, tmp_path, dirs_exist_ok=True)
     start, parent = Version(1, 2), Version(0, 2)
     resumed = controller(until(4, Wait(), full=True), start, parent)
     trainer = {"checkpoint_every": 0, "env": {"OPENBLAS_NUM_THREADS": "4"}}  # numpy's threads get no signal
-    begin_from(parent, tmp_path)
+    (tmp_path / "checkpoints/latest").write_text(f"{parent}\n")
     config = settings(models, tmp_path, resumed.url, "qwen", trainer=trainer, **FULL)
     with Running(config) as running:
         running.until(lambda: [r.version.step for r in resumed.told(StepReport)] == [3, 4])
@@ -211,15 +176,14 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
 ) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    whole.copy(tmp_path)
+    saved = shutil.copytree(whole.run_dir, tmp_path, dirs_exist_ok=True) / "checkpoints"
 
     def trained(ranks: int, lineage: int, steps: int, parent: Version) -> tuple[StubController, str]:
         stop = wire.Stop(reason="enough", checkpoint=True)
         stub = controller(until(steps, stop, full=True), Version(lineage, parent.step), parent)
         trainer = {"ranks": ranks, "checkpoint_every": 2, "keep_checkpoints": 9}
-        begin_from(parent, tmp_path)
-        config = settings(models, tmp_path, stub.url, "qwen", trainer=trainer, **FULL)
-        return stub, ran(config)
+        (saved / "latest").write_text(f"{parent}\n")
+        return stub, ran(settings(models, tmp_path, stub.url, "qwen", trainer=trainer, **FULL))
 
     _, said = trained(1, 1, 2, Version(0, 2))
     assert "is of 2 ranks, this run has 1" in said
@@ -227,7 +191,6 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
     assert "is of 1 ranks, this run has 2" in said
     alone, _ = trained(1, 3, 4, Version(0, 2))
 
-    saved = tmp_path / "checkpoints"
     one, two = (saved / str(Version(lineage, 2)) for lineage in (1, 0))
     masters = [get_fp32_state_dict_from_zero_checkpoint(str(path), "deepspeed") for path in (one, two)]
     assert masters[0].keys() == masters[1].keys()
@@ -246,9 +209,8 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
         assert ours["lr"] == theirs["lr"]
         for name in ("reverse_kl", "grad_norm"):  # not the loss: its terms cancel to nearly nothing
             assert ours[name] == pytest.approx(theirs[name], rel=1e-2)
-    ends = [
-        get_fp32_state_dict_from_zero_checkpoint(str(saved / str(Version(n, 4))), "deepspeed") for n in (0, 3)
-    ]
+    paths = (str(saved / str(Version(lineage, 4))) for lineage in (0, 3))
+    ends = [get_fp32_state_dict_from_zero_checkpoint(path, "deepspeed") for path in paths]
     assert widest(ends[0], ends[1]) < widest(ends[0], masters[0]) / 20
 
 
@@ -260,17 +222,16 @@ def test_one_rank_with_snapshots_and_two_with_broadcasts_make_the_same_weights(
     for ranks, transport, packing in ((1, "snapshot", "padded"), (2, "broadcast", "varlen")):
         stub = controller(until(2, STOP))
         trainer = {"ranks": ranks, "packing": packing, "activation_checkpointing": packing == "varlen"}
-        more = {"objective": {"type": "topk", "k": 4, "discount": 0.5}, "trainer": trainer}
-        more["weights"] = {"transport": transport}
-        fp32 = {"bf16.enabled": False}
-        config = settings(models, tmp_path / str(ranks), stub.url, "llama", overrides=fp32, **more)
+        more = {"objective": {"type": "topk", "k": 4, "discount": 0.5}, "weights": {"transport": transport}}
+        more |= {"trainer": trainer, "overrides": {"bf16.enabled": False}}
+        config = settings(models, tmp_path / str(ranks), stub.url, "llama", **more)
         ran(config)
         folders.append(load_file(config.run_dir / "final/model.safetensors"))
     assert [published.version.step for published in stub.told(Published)] == [0, 1, 2]
     assert stub.receptions[-1].result().digests == stub.told(FinalDigests)[0].digests
     start = load_file(models / "llama/model.safetensors")
-    assert max(float((folders[0][name] - start[name]).abs().max()) for name in start) > 1e-3
-    assert max(float((folders[0][name] - folders[1][name]).abs().max()) for name in start) < 1e-6
+    assert widest(start, folders[0]) > 1e-3
+    assert widest(*folders) < 1e-6
 
 
 def test_a_step_that_is_not_finite_is_left_out(models: Path, tmp_path: Path, controller: Any) -> None:
@@ -287,10 +248,8 @@ def test_a_step_that_is_not_finite_is_left_out(models: Path, tmp_path: Path, con
         return batch
 
     stub = controller(overflowing)
-    config = settings(
-        models, tmp_path, stub.url, "llama", objective={"type": "sampled"}, trainer={"ranks": 1}
-    )
-    ran(config)
+    more = {"objective": {"type": "sampled"}, "trainer": {"ranks": 1}}
+    ran(settings(models, tmp_path, stub.url, "llama", **more))
     reports, published = stub.told(StepReport), stub.told(Published)
     assert [report.metrics["skipped"] for report in reports] == [0.0, 1.0, 0.0]
     assert not np.isfinite(reports[1].metrics["grad_norm"])
@@ -306,8 +265,7 @@ def test_an_error_in_one_rank_ends_all_with_one_message(models: Path, tmp_path, 
         return TrainBatch(version=version, denominator=0, micro_batches=[]) if rank == 1 else batch
 
     stub = controller(broken)
-    config = settings(models, tmp_path, stub.url, "llama", **TOPK)
-    said = ran(config, code=1)
+    said = ran(settings(models, tmp_path, stub.url, "llama", **TOPK), code=1)
     assert said.count("Expected `int` >= 1 - at `$.denominator`, which is 0") == 1
     assert "Traceback" not in said
     assert stub.told(StepReport) == []
@@ -346,56 +304,38 @@ def test_ranks_leave_when_the_launcher_is_killed_which_ends_by_the_signal_of_a_r
 # --- kept scores ------------------------------------------------------------------------------------------
 
 
-class TeacherProcess:
-    """A real teacher that can be killed and started again on its port."""
-
-    def __init__(self, model: Path, folder: Path) -> None:
-        self.url, self._config = f"http://127.0.0.1:{free_port()}", folder / "teacher.json"
-        given = {"path": str(model), "dtype": "float32", "threads": 1, "keep_folder": str(folder / "scores")}
-        self._config.write_text(json.dumps(given))
-        self.peer = BlockingPeer(self.url, timeout=300.0)
-        self.start()
-
-    def start(self) -> None:
-        arguments = ["--config", str(self._config), "--name", "only", "--port", self.url.rpartition(":")[2]]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(launched_trainer.ROOT)}
-        with open(os.devnull, "wb") as nowhere:
-            self._child = start([sys.executable, "-m", "teacher_service", *arguments], environment, nowhere)
-
-    def kill(self) -> None:
-        self._child.kill()
-        self._child.wait()
-
-    def scored(self, given: Rows, want: Want) -> Rows:
-        """`given` with this teacher's scores, or with references to them."""
-        lens, flat = (wire.unpack(one) for one in (given.prompt_lens, given.completion_lens)), given.tokens
-        sequences, start = [], 0
-        for id_, prompt, completion in zip(given.ids, *lens, strict=True):
-            tokens = wire.unpack(flat)[start : start + prompt + completion]
-            sequences.append(wire.ScoreSequence(id_, wire.pack(tokens), int(prompt)))
-            start += prompt + completion
-        if not sequences:
-            return msgspec.structs.replace(given, kept=[] if want.keep else None)
-        request = wire.ScoreRequest(sequences=sequences, want=want)
-        results: list[Any] = self.peer.call("/v1/score", request, wire.ScoreReply).results
-        if not want.keep:
-            return msgspec.structs.replace(with_scores(given, [[one] for one in results]), kept=None)
-        kept = [msgspec.structs.replace(one.kept, url=self.url) for one in results]
-        bare = {name: None for name in given.__struct_fields__ if name.startswith("teacher_topk")}
-        return msgspec.structs.replace(given, kept=kept, teacher_prompts=[None] * len(kept), **bare)
+def scored(peer: BlockingPeer, given: Rows, want: Want) -> Rows:
+    """`given` with a teacher's scores, or with references to them."""
+    lens, flat = (wire.unpack(one) for one in (given.prompt_lens, given.completion_lens)), given.tokens
+    sequences, start = [], 0
+    for id_, prompt, completion in zip(given.ids, *lens, strict=True):
+        tokens = wire.unpack(flat)[start : start + prompt + completion]
+        sequences.append(wire.ScoreSequence(id_, wire.pack(tokens), int(prompt)))
+        start += prompt + completion
+    if not sequences:
+        return msgspec.structs.replace(given, kept=[] if want.keep else None)
+    request = wire.ScoreRequest(sequences=sequences, want=want)
+    results: list[Any] = peer.call("/v1/score", request, wire.ScoreReply).results
+    if not want.keep:
+        return msgspec.structs.replace(with_scores(given, [[one] for one in results]), kept=None)
+    kept = [msgspec.structs.replace(one.kept, url=peer.url) for one in results]
+    bare = {name: None for name in given.__struct_fields__ if name.startswith("teacher_topk")}
+    return msgspec.structs.replace(given, kept=kept, teacher_prompts=[None] * len(kept), **bare)
 
 
 def test_scores_of_a_teacher_killed_before_they_are_fetched_are_computed_again(
     models: Path, tmp_path: Path, controller: Any
 ) -> None:
     steps, give, killing = 3, shares(full=False), threading.Lock()
-    teacher, dead = TeacherProcess(models / "llama", tmp_path), threading.Event()
+    keeps = {"keep_folder": str(tmp_path / "scores")}
+    teacher, dead = TeacherProcess(models / "llama", tmp_path, "only", **keeps), threading.Event()
+    peer = BlockingPeer(teacher.url, timeout=300.0)
 
     def batches(keep: bool) -> dict[tuple[int, int], TrainBatch]:
         want, made = Want(topk=4, entropy=True, keep=keep), {}
         for step, rank in ((step, rank) for step in range(steps) for rank in range(2)):
             batch = give(Version(0, step), rank, 2)
-            micros = [teacher.scored(one, want) for one in batch.micro_batches]
+            micros = [scored(peer, one, want) for one in batch.micro_batches]
             made[step, rank] = msgspec.structs.replace(batch, micro_batches=micros)
         return made
 
@@ -404,7 +344,7 @@ def test_scores_of_a_teacher_killed_before_they_are_fetched_are_computed_again(
             with killing:
                 if version.step == kill_at and not dead.is_set():
                     dead.set()
-                    teacher.kill()
+                    teacher.end()
                     teacher.start()
             return given.get((version.step, rank), STOP)
 
@@ -417,7 +357,7 @@ def test_scores_of_a_teacher_killed_before_they_are_fetched_are_computed_again(
         inline = trained("inline", batches(keep=False), kill_at=99)
         kept = trained("kept", batches(keep=True), kill_at=1)
     finally:
-        teacher.kill()
+        teacher.end()
     assert dead.is_set()
     assert [one["rescored"] for one in inline] == [0, 0, 0]
     assert [one["rescored"] for one in kept] == [0, 6, 6]

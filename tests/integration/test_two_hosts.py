@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,50 +33,44 @@ CUT_SECONDS = float(os.environ.get("DISTILL_CUT_SECONDS", "10"))
 STEPS, CUT_AT = 40, 5
 
 
-class Processes(contextlib.ExitStack):
-    """What runs on the hosts; leaving the context ends it all."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-        secret = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "DISTILL_TOKEN": "shared"}
-        self._environment = os.environ | secret | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-    def start(self, name: str, line: list[str]) -> subprocess.Popen[bytes]:
-        with (self._folder / f"{name}.log").open("wb") as log:
-            started = subprocess.Popen(line, env=self._environment, stdout=log, stderr=log, cwd=self._folder)
-        self.callback(ended, started)
-        return started
-
-    def log(self, name: str) -> str:
-        return (self._folder / f"{name}.log").read_text()[-4000:]
-
-
-def ended(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
+@contextlib.contextmanager
+def running(log: Path, line: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process on a host; leaving the context ends it."""
+    secret = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "DISTILL_TOKEN": "shared"}
+    environment = os.environ | secret | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with log.open("wb") as output:
+        process = subprocess.Popen(line, env=environment, stdout=output, stderr=output, cwd=log.parent)
     try:
-        process.wait(30)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def test_a_run_over_a_thin_link_completes_although_the_link_is_cut(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs/two-hosts"
-    with Processes(tmp_path) as processes, SlowLink() as link:
+    with contextlib.ExitStack() as processes, SlowLink() as link:
+
+        def start(name: str, line: list[str]) -> subprocess.Popen[bytes]:
+            return processes.enter_context(running(tmp_path / f"{name}.log", line))
+
+        def said() -> str:
+            return "".join((tmp_path / f"{name}.log").read_text()[-4000:] for name in ("run", "student"))
+
         a, b = link.hosts
         options = {"endpoint": f"http://{a.address}:9000", "region": "us-east-1"}
         store = {"type": "object", "url": "s3://bucket/run", "options": options}
         config = str(prepare(tmp_path, "two-hosts", STEPS, weights={"store": store}))
         there = over(f"student.host={b.address}", "student.port=8100", f"run.folder={tmp_path}/elsewhere")
         here = over(f'student.urls=["http://{b.address}:8100"]', "evaluation=false")
-        processes.start(
-            "moto", a.command([sys.executable, "-m", "moto.server", "-H", a.address, "-p", "9000"])
-        )
+        start("moto", a.command([sys.executable, "-m", "moto.server", "-H", a.address, "-p", "9000"]))
         make_bucket(a.command, a.address)
-        processes.start("student", b.command([*DISTILL, "student", config, *there]))
-        run = processes.start("run", a.command([*DISTILL, "run", config, *here]))
-        said = lambda: processes.log("run") + processes.log("student")  # noqa: E731
+        start("student", b.command([*DISTILL, "student", config, *there]))
+        run = start("run", a.command([*DISTILL, "run", config, *here]))
         until(lambda: steps_of(run_dir) >= CUT_AT, 1200.0, said, run)
         link.up = False
         time.sleep(CUT_SECONDS)

@@ -45,14 +45,18 @@ torch.set_num_threads(1)
 
 ROWS, EOS = 32, 1
 """Rows of the models; the tokenizer has fewer ids, the rest are padding."""
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 MADE: list[Controller] = []
 KNOWN = len(letter_tokenizer().get_vocab())
 
 
-def save(folder: Path, seed: int) -> Path:
+def save(folder: Path) -> Path:
+    """A student and a teacher in `folder`."""
     size = {"vocab_size": ROWS, "hidden_size": 16, "head_dim": 8, "intermediate_size": 24}
-    language_model("Qwen3", seed, **size, initializer_range=0.5).save_pretrained(folder)
-    letter_tokenizer().save_pretrained(folder)
+    for seed, name in enumerate(("student", "teacher")):
+        language_model("Qwen3", seed, **size, initializer_range=0.5).save_pretrained(folder / name)
+        letter_tokenizer().save_pretrained(folder / name)
+        (folder / name / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 

@@ -21,7 +21,10 @@ from tiny_models import save_words
 from student_trainer import launch
 from student_trainer.config import TrainerConfig
 from sync import wire
+from sync.base.settings import DirectoryStoreConfig
 from sync.weights.broadcast import Receiver, Reception
+from sync.weights.stores import open_store
+from sync.weights.subscribe import Mirror
 from sync.wire import Head, Message, Published, Rows, TrainBatch, Version, decode, encode, pack
 
 VOCAB, HIDDEN = 30, 16
@@ -207,6 +210,11 @@ def ran(config: TrainerConfig, code: int = 0) -> str:
     with Running(config) as running:
         assert running.end() == code, running.log
         return running.log
+
+
+def mirror_of(run_dir: Path, folder: Path) -> Mirror:
+    """Of what a trainer published, in `folder`."""
+    return Mirror(folder / "mirror", open_store(DirectoryStoreConfig(), run_dir / "store"), "test")
 
 
 def members(session: int) -> list[psutil.Process]:

@@ -36,6 +36,7 @@ BROADCAST_SECONDS = 60
 AMX = str(Path(__file__).parent / "amx")
 """Folder whose sitecustomize simulates the processor."""
 TOKEN, VOCABULARY, CONTEXT = "a token of the tests", 64, 512
+EXPERTS, CHOSEN = 16, 4
 
 
 def save_model(kind: str, seed: int, folder: Path, end: bool = False, padding: int = 0, **more: Any) -> None:
@@ -55,6 +56,15 @@ def save_model(kind: str, seed: int, folder: Path, end: bool = False, padding: i
     save_words(folder, (f"w{i}" for i in range(VOCABULARY)), **special)
 
 
+def save_experts(work: Path, **more: Any) -> list[Path]:
+    """Two folders: models of EXPERTS experts, CHOSEN for each token, as `save_model` saves one."""
+    more |= {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 32}
+    folders = [work / "first", work / "second"]
+    for seed, folder in enumerate(folders):
+        save_model("Qwen3Moe", seed, folder, norm_topk_prob=True, **more)
+    return folders
+
+
 class Versions:
     """Steps 1, 2, … of lineage 1 in a directory store; step i holds the weights of folder i - 1."""
 
@@ -71,7 +81,7 @@ class Versions:
 
 
 class Server:
-    """A vLLM server process whose attention finds a processor with AMX, and what tests need of it."""
+    """A vLLM server process whose attention finds a processor with AMX; leaving the context ends it."""
 
     def __init__(
         self,
@@ -108,7 +118,10 @@ class Server:
             lambda: healthy(self.url), 1200, lambda: self.log.read_text()[-3000:], self.process, 0.2
         )
 
-    def stop(self) -> None:
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         family = (
             psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         )

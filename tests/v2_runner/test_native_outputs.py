@@ -15,14 +15,13 @@ from native_outputs import CUTS, FIRST_GATHERED
 from route_recorder import COMPLETION, PROMPT, SEQUENCES, written
 from routed_models import chosen
 from tiny_models import model_of
-from vllm_replica import save_model
+from vllm_replica import CHOSEN, logp_TV, save_experts
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: make v2-runner"),
 ]
-EXPERTS, CHOSEN = 16, 4
 Arrays = dict[str, np.ndarray]
 ROUNDING = 1e-4
 """Nats between vLLM and transformers in fp32; seen: 1.2e-6."""
@@ -30,10 +29,7 @@ ROUNDING = 1e-4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("native") / "student"
-    more = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 32}
-    save_model("Qwen3Moe", 0, folder, norm_topk_prob=True, **more)
-    return folder
+    return save_experts(tmp_path_factory.mktemp("native"))[0]
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +45,13 @@ def recorded(folder: Path) -> Arrays:
 
 @pytest.fixture(scope="module")
 def native(folder: Path, recorded: Arrays) -> Arrays:
-    return written(
-        native_outputs.__file__, folder, folder.parent / "recorded.npz", folder.parent / "native.npz"
-    )
+    files = (folder.parent / f"{name}.npz" for name in ("recorded", "native"))
+    return written(native_outputs.__file__, folder, *files)
 
 
-def logp_TV(model: Any, tokens: np.ndarray, prompt: int, temperature: float = 1.0) -> torch.Tensor:
+def expected_TV(model: Any, tokens: np.ndarray, prompt: int, temperature: float = 1.0) -> torch.Tensor:
     """Of transformers, at every position of a completion."""
-    with torch.no_grad():
-        logits = model(torch.from_numpy(tokens[None])).logits[0] / temperature
-    return logits.log_softmax(-1)[prompt - 1 : -1]
+    return logp_TV(model, tokens[:prompt].tolist(), tokens[prompt:].tolist(), temperature)
 
 
 def test_native_routes_are_those_of_our_record_on_the_first_runner_and_of_transformers(
@@ -74,13 +67,10 @@ def test_native_routes_are_those_of_our_record_on_the_first_runner_and_of_transf
         np.testing.assert_array_equal(np.sort(ours, -1), chosen(model, tokens))
 
 
-def test_native_routes_of_a_cached_prefix_are_those_of_the_pass_that_filled_it(
-    native: Arrays,
-) -> None:
+def test_native_routes_of_a_cached_prefix_are_those_of_the_pass_that_filled_it(native: Arrays) -> None:
     assert native["again/cached"] > 0
-    np.testing.assert_array_equal(
-        native["again/native_routes"], native[f"read-{SEQUENCES - 1}/native_routes"]
-    )
+    filled = native[f"read-{SEQUENCES - 1}/native_routes"]
+    np.testing.assert_array_equal(native["again/native_routes"], filled)
 
 
 def test_native_routes_survive_preemption(native: Arrays, model: Any) -> None:
@@ -97,18 +87,15 @@ def test_the_kept_ids_with_a_finite_log_probability_are_the_native_sampling_mask
 ) -> None:
     sizes: set[int] = set()
     for index in range(3):
-        held = {
-            key.partition("/")[2]: value for key, value in native.items() if key.startswith(f"{cut}-{index}/")
-        }
+        names = ("tokens", "logp", "mask_sizes", "mask_ids", "native_mask_sizes", "native_mask_ids")
+        held = {name: native[f"{cut}-{index}/{name}"] for name in names}
         np.testing.assert_array_equal(held["mask_sizes"], held["native_mask_sizes"])
         masks, theirs = (
             np.split(held[f"{whose}mask_ids"], held["mask_sizes"].cumsum()[:-1]) for whose in ("", "native_")
         )
-        expected_TV = logp_TV(model, held["tokens"], PROMPT, CUTS[cut].get("temperature", 1.0))
-        sampled = held["tokens"][PROMPT:]
-        for ids, native_ids, row_V, token, logp in zip(
-            masks, theirs, expected_TV, sampled, held["logp"], strict=True
-        ):
+        rows_TV = expected_TV(model, held["tokens"], PROMPT, CUTS[cut].get("temperature", 1.0))
+        parts = masks, theirs, rows_TV, held["tokens"][PROMPT:], held["logp"]
+        for ids, native_ids, row_V, token, logp in zip(*parts, strict=True):
             assert sorted(ids) == sorted(native_ids)
             assert token in ids
             assert abs(row_V[token] - row_V[ids.astype(np.int64)].logsumexp(0) - logp) < ROUNDING
@@ -119,5 +106,5 @@ def test_the_kept_ids_with_a_finite_log_probability_are_the_native_sampling_mask
 
 def test_gathered_prompt_log_probabilities_are_those_of_transformers(native: Arrays, model: Any) -> None:
     tokens, ids = native["gathered/tokens"], torch.from_numpy(native["gathered/ids"])
-    expected = logp_TV(model, tokens, FIRST_GATHERED + 1).gather(1, ids)
+    expected = expected_TV(model, tokens, FIRST_GATHERED + 1).gather(1, ids)
     torch.testing.assert_close(torch.from_numpy(native["gathered/logp"]), expected, rtol=0, atol=ROUNDING)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from routed_models import chosen
 from tiny_models import model_of
-from vllm_replica import TOKEN, Server, Versions, generate, more_tokens, save_model, update
+from vllm_replica import CHOSEN, EXPERTS, TOKEN, Server, Versions, generate, more_tokens, save_experts, update
 
 from sync.base.errors import RemoteError
 from sync.wire import Generated, Routing, Sampling, Version, checks, unpack
@@ -24,30 +24,22 @@ pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: make v2-runner"),
 ]
 PROMPTS = [[2 + i, 3, 4 + 3 * i] for i in range(4)]
-ROUTING = Routing(layers=1, chosen=4, experts=16)
+ROUTING = Routing(layers=1, chosen=CHOSEN, experts=EXPERTS)
 """The first of two layers has none."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    work = tmp_path_factory.mktemp("routes")
-    folders = [work / name for name in ("first", "second")]
-    more = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
-    for seed, folder in enumerate(folders):
-        save_model("Qwen3Moe", seed, folder, norm_topk_prob=True, **more)
-    return folders
+    return save_experts(tmp_path_factory.mktemp("routes"), mlp_only_layers=[0])
 
 
 @pytest.fixture(scope="module")
 def server(folders: list[Path]) -> Iterator[Server]:
-    work = folders[0].parent
-    server = Server(folders[0], work, 0, routes=True, dtype="float32", env={"VLLM_USE_V2_MODEL_RUNNER": "1"})
-    try:
+    work, second = folders[0].parent, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    with Server(folders[0], work, 0, routes=True, dtype="float32", env=second) as server:
         Versions(work / "store", folders)
         server.wait()
         yield server
-    finally:
-        server.stop()
 
 
 def found(prompt: list[int], answer: Generated) -> tuple[np.ndarray, np.ndarray]:
@@ -69,9 +61,8 @@ async def test_routes_and_masks_are_those_of_transformers(server: Server, folder
         np.testing.assert_array_equal(routes, chosen(model, tokens))
         with torch.no_grad():
             logits_TV = model(torch.from_numpy(tokens[None])).logits[0, len(prompt) - 1 : -1]
-        for row_V, ids, token, logp in zip(
-            logits_TV, answer.mask.padded(), tokens[len(prompt) :], unpack(answer.logprob), strict=True
-        ):
+        parts = logits_TV, answer.mask.padded(), tokens[len(prompt) :], unpack(answer.logprob)
+        for row_V, ids, token, logp in zip(*parts, strict=True):
             assert abs(row_V[token] - row_V[ids[ids >= 0]].logsumexp(0) - logp) < 1e-3
 
 

@@ -54,6 +54,14 @@ def controller(tmp_path: Path) -> Iterator[Callable[..., Controller]]:
 
 
 @pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """Folder of a student and a teacher that are small enough to enumerate."""
+    from evaluated_models import save
+
+    return save(tmp_path)
+
+
+@pytest.fixture
 async def ends_workers() -> AsyncIterator[None]:
     """Those of controllers that `evaluated_models` made."""
     yield

@@ -100,10 +100,8 @@ def test_an_adapter_is_merged_into_the_student_and_a_missing_model_is_refused(tm
     config = make_config(student={"path": str(base), "dtype": "float32"})
     with pytest.raises(ConfigError, match="final holds no model: finish the run"):
         _student(config, run, "final", tmp_path / "work")
-    adapter = get_peft_model(
-        new_model(STUDENT, letter_tokenizer()), LoraConfig(r=2, target_modules="all-linear")
-    )
-    adapter.save_pretrained(run / "final")
+    model, settings = new_model(STUDENT, letter_tokenizer()), LoraConfig(r=2, target_modules="all-linear")
+    get_peft_model(model, settings).save_pretrained(run / "final")
     served = _student(config, run, "final", tmp_path / "work")
     assert (served.path, served.dtype) == (str(tmp_path / "work"), "float32")
     assert {one.name for one in Path(served.path).iterdir()} >= {"model.safetensors", "tokenizer.json"}

@@ -15,17 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evaluated_models import (
-    Replica,
-    Teacher,
-    by_hand,
-    completed,
-    configure,
-    evaluated,
-    evaluation,
-    lines,
-    save,
-)
+from evaluated_models import Replica, Teacher, by_hand, completed, configure, evaluated, evaluation, lines
 from msgspec.structs import replace
 
 from distill import events
@@ -48,16 +38,13 @@ from teacher_service.engines.base import Item
 pytestmark = pytest.mark.usefixtures("ends_workers")
 
 
-@pytest.fixture
-def models(tmp_path: Path) -> Path:
-    save(tmp_path / "student", 0)
-    save(tmp_path / "teacher", 1)
-    return tmp_path
-
-
-def evaluator(models: Path, teacher: Any, vllm: Any, rollout: Any = (), **settings: Any) -> Controller:
+def evaluator(
+    models: Path, replica: Any = None, teacher: Any = None, rollout: Any = (), **settings: Any
+) -> Controller:
+    """Of the two models, in a replica and with a teacher of its own where none is given."""
     config = configure(models, **settings).with_(rollout=dict(rollout))
-    return evaluation(config, models, vllm, {"t": teacher})
+    teacher = teacher or Teacher(models / "teacher")
+    return evaluation(config, models, replica or Replica(models / "student"), {"t": teacher})
 
 
 @pytest.mark.parametrize("positions", [3, 1 << 20])
@@ -67,12 +54,11 @@ async def test_reverse_kl_is_the_mean_over_tokens_of_the_full_sum_however_reques
     """Whole completions in one request, and completions split at three tokens, give the same."""
     monkeypatch.setattr(evaluating, "HIDDEN_BYTES", positions * 4 * 16)
     teacher = Teacher(models / "teacher")
-    found = await evaluated(evaluator(models, teacher, Replica(models / "student")))
+    found = await evaluated(evaluator(models, teacher=teacher))
     assert (len(teacher.requests) > 8) == (positions == 3)
     rows = lines(models)
-    assert [row["completion"] for row in rows] == [
-        letter_tokenizer().decode(row["token_ids"]) for row in rows
-    ]
+    decode = letter_tokenizer().decode
+    assert [row["completion"] for row in rows] == [decode(row["token_ids"]) for row in rows]
     exact, _, tokens = by_hand(models).sum(0)
     assert found.reverse_kl == pytest.approx(exact / tokens, rel=1e-4)
     assert found.reverse_kl > 0.1
@@ -80,26 +66,25 @@ async def test_reverse_kl_is_the_mean_over_tokens_of_the_full_sum_however_reques
     assert found.truncated == sum(row["finish_reason"] == "length" for row in rows) / 12
 
 
-async def test_the_teacher_completes_the_held_out_prompts_once_for_all_versions(models: Path) -> None:
-    teacher = Teacher(models / "teacher")
-    first = evaluator(models, teacher, Replica(models / "student"))
+async def test_a_replica_completes_a_version_once_and_the_teacher_the_prompts_once(models: Path) -> None:
+    """Whatever process evaluates: the third evaluation is one after a restart."""
+    replica, teacher = Replica(models / "student"), Teacher(models / "teacher")
+    first = evaluator(models, replica, teacher)
     reports = [await evaluated(first), await evaluated(first)]
+    reports.append(await evaluated(evaluator(models, replica, teacher)))
+    assert len(replica.served) == 3
+    assert [report.reverse_kl for report in reports[1:]] == pytest.approx([reports[0].reverse_kl] * 2)
+    reports.append(await evaluated(first, Version(0, 1)))
+    assert len(replica.served) == 2 * 3
     assert sorted(map(int, teacher.completed)) == [*range(12)]
-    assert [report.reference for report in reports] == [Behaviour(1.0, 2.0, 2.0, 0.0, 1.0)] * 2
-    again = evaluator(models, teacher, Replica(models / "student"))
-    assert (await evaluated(again)).reference == reports[0].reference
-    assert len(teacher.completed) == 12, "a restarted controller reads the file"
+    assert [report.reference for report in reports] == [Behaviour(1.0, 2.0, 2.0, 0.0, 1.0)] * 4
 
 
-async def test_a_teacher_that_generates_nothing_leaves_no_reference(models: Path) -> None:
+async def test_of_a_teacher_without_hidden_states_and_completions_it_is_estimated(models: Path) -> None:
+    """From the sampled tokens, and there is no reference."""
     teacher = Teacher(models / "teacher", can=["topk"])
-    assert (await evaluated(evaluator(models, teacher, Replica(models / "student")))).reference is None
-    assert teacher.completed == []
-
-
-async def test_without_hidden_states_it_is_estimated_from_the_sampled_tokens(models: Path) -> None:
-    teacher = Teacher(models / "teacher", can=["topk"])
-    found = await evaluated(evaluator(models, teacher, Replica(models / "student")))
+    found = await evaluated(evaluator(models, teacher=teacher))
+    assert (found.reference, teacher.completed) == (None, [])
     _, sampled_R, tokens_R = by_hand(models).T
     ratio = sampled_R.sum() / tokens_R.sum()
     rest = ((sampled_R - ratio * tokens_R) ** 2).sum()
@@ -125,12 +110,8 @@ def test_the_estimate_is_unbiased_and_its_error_is_what_it_spreads_by() -> None:
 
 def test_the_error_of_several_teachers_counts_that_their_shares_of_the_tokens_vary() -> None:
     """Two teachers whose ratios differ by 2 nats, and no noise within a completion."""
-    random, found = np.random.default_rng(0), []
-    for _ in range(400):
-        counts = random.geometric(0.1, (2, 40))
-        found.append(
-            total([ReverseKL(False, level * n, n) for level, n in zip((0.5, 2.5), counts, strict=True)])
-        )
+    draws = np.random.default_rng(0).geometric(0.1, (400, 2, 40))
+    found = [total([ReverseKL(False, 0.5 * a, a), ReverseKL(False, 2.5 * b, b)]) for a, b in draws]
     values, errors = zip(*found, strict=True)
     assert np.mean(errors) == pytest.approx(float(np.std(values)), rel=0.1)
 
@@ -174,7 +155,7 @@ async def test_completions_that_cannot_be_used_are_generated_again_and_not_for_e
 ) -> None:
     lying = Replica(models / "student")
     lying.spoil = lambda answer: change(answer) if ":7:0" in answer.id else answer
-    run = evaluator(models, Teacher(models / "teacher"), lying)
+    run = evaluator(models, lying)
     with pytest.raises(RemoteError, match=r"5 completions of eval:.*:held_out:7:0 were lost \(unusable\)"):
         await completed(run, Version(0, 2))
     assert problem in caplog.text
@@ -192,7 +173,7 @@ async def test_completions_wait_for_disk_space(models: Path, monkeypatch: pytest
 
     monkeypatch.setattr(generation, "write_completions", write)
     monkeypatch.setattr(durable, "RETRY_SECONDS", 0.01)
-    run = evaluator(models, Teacher(models / "teacher"), Replica(models / "student"))
+    run = evaluator(models)
     assert len((await completed(run))["held_out"]) == 12
     assert written == [file_of(models / "x", Version(0, 0), "held_out")] * 2
 
@@ -205,7 +186,7 @@ async def test_what_a_lost_replica_has_completed_is_not_generated_again(models: 
                     yield answer
 
     replica = Short(models / "student")
-    run = evaluator(models, Teacher(models / "teacher"), replica)
+    run = evaluator(models, replica)
     assert len((await completed(run))["held_out"]) == 12
     again = [prompt.id for request in [*replica.served][3:] for prompt in request.prompts]
     assert again == [f"eval:{Version(0, 0)}:held_out:7:0"]
@@ -217,7 +198,7 @@ async def test_a_replica_that_leaves_prompts_unanswered_is_given_up_at_last(mode
             return
             yield
 
-    run = evaluator(models, Teacher(models / "teacher"), Mute(models / "student"))
+    run = evaluator(models, Mute(models / "student"))
     run.pool.budget._limit = 1 << 30  # else it is excluded first
     with pytest.raises(Unreachable, match=r"5 replicas were lost while they generated with .*r0 was lost"):
         await completed(run)
@@ -232,23 +213,11 @@ async def test_a_replica_that_generates_nothing_is_stalled_for_an_evaluation_too
             async for answer in super().generate(request):
                 yield answer
 
-    stall = {"stall_timeout_seconds": 0.4}
-    run = evaluator(models, Teacher(models / "teacher"), Stalled(models / "student"), rollout=stall)
+    run = evaluator(models, Stalled(models / "student"), rollout={"stall_timeout_seconds": 0.4})
     stalled: list[str] = []
     run.events.on(events.Stalled, lambda event: stalled.append(event.role))
     assert len((await completed(run))["held_out"]) == 12
     assert stalled == ["r0"]
-
-
-async def test_completions_on_disk_are_evaluated_by_another_process_and_not_generated_again(
-    models: Path,
-) -> None:
-    replica, teacher = Replica(models / "student"), Teacher(models / "teacher")
-    first = await evaluated(evaluator(models, teacher, replica))
-    requests = len(replica.served)
-    again = await evaluated(evaluator(models, teacher, replica))
-    assert len(replica.served) == requests == 3
-    assert again.reverse_kl == pytest.approx(first.reverse_kl, rel=1e-6)
 
 
 def test_the_first_and_the_newest_versions_are_kept(tmp_path: Path) -> None:
@@ -278,9 +247,8 @@ async def test_a_named_set_has_its_own_sampling_rewards_and_votes(models: Path) 
         "sorting": {"source": {"type": "task", "task": "sort_letters"}, "prompts": 5},
     }  # fmt: skip
     replica = Replica(models / "student")
-    one = evaluator(models, Teacher(models / "teacher"), replica, sets=sets)
-    report = await evaluated(one, sets=["letters", "sorting", "sums"])
-    (request,) = [one for one in replica.served if one.sampling.max_tokens == 2][:1]
+    report = await evaluated(evaluator(models, replica, sets=sets), sets=["letters", "sorting", "sums"])
+    request = next(one for one in replica.served if one.sampling.max_tokens == 2)
     assert (request.sampling.temperature, request.sampling.top_p) == (0.5, 0.9)
     found, letters = report.sets["letters"], lines(models, "letters")
     assert (found.prompts, found.completions, report.sets["sorting"].completions) == (3, 12, 5)
@@ -292,9 +260,7 @@ async def test_a_named_set_has_its_own_sampling_rewards_and_votes(models: Path) 
     assert found.average.value == passed.mean()
     assert found.majority is not None
     assert report.sets["sorting"].majority is None
-    unheard = report.sets["sums"].majority
-    assert unheard is not None, "the function names answers, and no completion has a number"
-    assert unheard.value == 0.0
+    assert report.sets["sums"].majority.value == 0.0, "answers have a name, and no completion has a number"
     assert report.pass_rate == sum(row["reward"] > 0 for row in lines(models)) / 12
     assert report.pass_rate_interval is not None
 
@@ -323,8 +289,7 @@ async def test_a_set_that_was_changed_is_generated_anew_whatever_is_on_disk(mode
         source = prompts_of(models, [{"prompt": text, "gold": "b"} for text in texts])
         rewards = {"answer_field": "gold", "reward_fn": "exact"}
         sets = {"letters": {"source": source | rewards, "completions": count}}
-        run = evaluator(models, Teacher(models / "teacher"), Replica(models / "student"), sets=sets)
-        made = (await completed(run, sets=["letters"]))["letters"]
+        made = (await completed(evaluator(models, sets=sets), sets=["letters"]))["letters"]
         prompts = [text for text in texts for _ in range(count)]
         assert [row["prompt"] for row in lines(models, "letters")] == prompts
         assert [completion.index for completion in made] == [texts.index(text) for text in prompts]
@@ -337,19 +302,17 @@ async def test_graded_rewards_pass_from_the_threshold_of_their_prompts_on(models
     source["reward_fn"] = "graded:worth"
     thresholds = {"usual": {}, "half": {"pass_threshold": 0.5}, "any": {"pass_threshold": -1.0}}
     sets = {name: {"source": source | more} for name, more in thresholds.items()}
-    one = evaluator(models, Teacher(models / "teacher"), Replica(models / "student"), sets=sets)
-    found = (await evaluated(one, sets=[*sets])).sets
+    found = (await evaluated(evaluator(models, sets=sets), sets=[*sets])).sets
     assert {name: found[name].pass_at_1.value for name in sets} == {"usual": 0, "half": 0.5, "any": 0.75}
     assert {found[name].average.value for name in sets} == {(0.25 + 0.5 + 0.75) / 4}
-    majority = found["half"].majority
-    assert majority.value == 0.5
+    assert found["half"].majority.value == 0.5
 
 
 async def test_a_reward_function_that_always_fails_ends_the_evaluation(models: Path, own_rewards) -> None:
     code = "def some(p, c): return 1 / (len(p.text) % 2)\ndef none(p, c): return 1 / len(p.text[:0])\n"
     source = own_rewards("fails", code, "ab>", "abc>", "cba>", "b>")
     sets = {one: {"source": source | {"reward_fn": f"fails:{one}"}} for one in ("some", "none")}
-    one = evaluator(models, Teacher(models / "teacher"), Replica(models / "student"), sets=sets)
+    one = evaluator(models, sets=sets)
     report = await evaluated(one, sets=["some"])
     assert (report.sets["some"].failed, report.sets["some"].pass_at_1.value) == (3, 0.25)
     assert "ZeroDivisionError" in lines(models, "some")[1]["error"]

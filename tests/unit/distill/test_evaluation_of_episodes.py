@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from episodes import ANSWER, ASK, HIGHER, LOWER, USER, GuessEnvironment, Trouble, bisects
-from evaluated_models import (
-    Replica,
-    Teacher,
-    by_hand,
-    completed,
-    configure,
-    evaluated,
-    evaluation,
-    lines,
-    save,
-)
+from evaluated_models import Replica, Teacher, by_hand, completed, configure, evaluated, evaluation, lines
 from in_memory import MemoryReplica
 
 from distill.config.loading import validate
@@ -31,34 +20,26 @@ from sync.base.errors import DataError, RemoteError
 from sync.wire import Generated
 
 TASKS = 12
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 pytestmark = pytest.mark.usefixtures("ends_workers")
 ENVIRONMENT = {"type": "environment", "environment": "guess"}
-
-
-@pytest.fixture
-def models(tmp_path: Path) -> Path:
-    for seed, name in enumerate(("student", "teacher")):
-        save(tmp_path / name, seed)
-        (tmp_path / name / "chat_template.jinja").write_text(TEMPLATE)
-    return tmp_path
 
 
 def evaluator(
     models: Path,
     environment: GuessEnvironment,
-    replica: MemoryReplica,
+    replica: MemoryReplica | None = None,
     prompts: dict[str, Any] = ENVIRONMENT,
     of_games: dict[str, Any] | None = None,
     **section: Any,
 ) -> Controller:
-    """`of_games`: teachers of the source "games" by name, beside t."""
+    """`replica`: None has a player that always wins. `of_games`: teachers of "games" by name, beside t."""
     raw = configure(models).model_dump(mode="json") | {
         "prompts": prompts,
         "environments": {"guess": {"environment": "a:b", **section}},
     }
     raw["teachers"] |= {name: {**raw["teachers"]["t"], "route": ["games"]} for name in of_games or {}}
     teachers: Any = {"t": Teacher(models / "teacher")} | (of_games or {})
+    replica = replica or MemoryReplica(player=bisects)
     return evaluation(validate(raw, "x"), models, replica, teachers, {"guess": environment})
 
 
@@ -98,23 +79,17 @@ async def test_each_turn_counts_once_where_the_context_is_rewritten(models: Path
     assert report.reverse_kl == pytest.approx(exact / tokens, rel=1e-4)
 
 
-def player() -> MemoryReplica:
-    return MemoryReplica(player=bisects)
-
-
 async def test_what_was_played_is_evaluated_by_another_process(models: Path) -> None:
     environment = GuessEnvironment()
-    one = evaluator(models, environment, player())
-    assert len((await completed(one))["held_out"]) == TASKS
-    again = evaluator(models, environment, player())
-    report = await evaluated(again)
+    assert len((await completed(evaluator(models, environment)))["held_out"]) == TASKS
+    report = await evaluated(evaluator(models, environment))
     assert len(environment.begun) == TASKS
     assert (report.pass_rate, report.truncated) == (1.0, 0.0)
     assert report.pass_rate_interval[0] < 1.0
 
 
 async def test_a_game_that_a_limit_ends_is_not_won(models: Path) -> None:
-    report = await evaluated(evaluator(models, GuessEnvironment(), player(), max_turns=1))
+    report = await evaluated(evaluator(models, GuessEnvironment(), max_turns=1))
     rows = lines(models)
     assert report.truncated == sum(row["finish_reason"] == "length" for row in rows) / TASKS > 0.5
     assert {row["reward"] for row in rows if row["finish_reason"] == "length"} == {0.0}
@@ -124,9 +99,8 @@ async def test_a_game_that_a_limit_ends_is_not_won(models: Path) -> None:
 async def test_a_mixture_completes_its_prompts_and_plays_its_episodes(models: Path) -> None:
     parts = {"letters": {"type": "task", "task": "sort_letters"}, "games": ENVIRONMENT}
     environment = GuessEnvironment()
-    prompts = {"type": "mixture", "parts": parts}
-    coach = Teacher(models / "student")
-    report = await evaluated(evaluator(models, environment, player(), prompts, {"coach": coach}))
+    prompts, coach = {"type": "mixture", "parts": parts}, {"coach": Teacher(models / "student")}
+    report = await evaluated(evaluator(models, environment, prompts=prompts, of_games=coach))
     rows = lines(models)
     played = [row for row in rows if "sequences" in row]
     assert len(rows) == TASKS
@@ -142,27 +116,21 @@ async def test_a_mixture_completes_its_prompts_and_plays_its_episodes(models: Pa
     assert letters.reverse_kl * letters.tokens == pytest.approx(report.reverse_kl * report.tokens, rel=1e-4)
 
 
-def once(trouble: Trouble, turn: int) -> Callable[[str, int], Trouble | None]:
-    """`trouble` for each episode's first try of a turn."""
-    seen: set[str] = set()
-
-    def fails(id: str, at: int) -> Trouble | None:
-        if at != turn or id in seen:
-            return None
-        seen.add(id)
-        return trouble
-
-    return fails
-
-
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("trouble", ["raise", "lost", "gone", "lie"])
 async def test_an_episode_that_fails_or_is_lost_begins_again(models: Path, trouble: Trouble) -> None:
-    environment = GuessEnvironment(trouble=once(trouble, 1))
-    one = evaluator(models, environment, player())
-    assert len((await completed(one))["held_out"]) == TASKS
-    rows = lines(models)
-    assert {(row["reward"], row["error"]) for row in rows} == {(1.0, None)}
+    tried: set[str] = set()
+
+    def once(id: str, turn: int) -> Trouble | None:
+        """At each episode's first try of its second turn."""
+        if turn != 1 or id in tried:
+            return None
+        tried.add(id)
+        return trouble
+
+    environment = GuessEnvironment(trouble=once)
+    assert len((await completed(evaluator(models, environment)))["held_out"]) == TASKS
+    assert {(row["reward"], row["error"]) for row in lines(models)} == {(1.0, None)}
     assert len(environment.begun) > TASKS
     assert not environment.games
 
@@ -170,10 +138,8 @@ async def test_an_episode_that_fails_or_is_lost_begins_again(models: Path, troub
 @pytest.mark.virtual_time
 async def test_a_task_whose_environment_always_fails_has_an_error_and_no_reward(models: Path) -> None:
     broken = GuessEnvironment(trouble=lambda id, turn: "raise" if id.endswith(":3:0") and turn == 1 else None)
-    one = evaluator(models, broken, player())
-    report = await evaluated(one)
-    rows = lines(models)
-    (row,) = [row for row in rows if row["error"]]
+    report = await evaluated(evaluator(models, broken))
+    (row,) = [row for row in lines(models) if row["error"]]
     assert (row["index"], row["finish_reason"], row["reward"], len(row["turns"])) == (3, "failed", None, 1)
     assert "environment guess failed task 3: the environment has failed" in row["error"]
     assert report.pass_rate == pytest.approx(1 - 1 / TASKS)
@@ -192,13 +158,13 @@ async def test_an_environment_that_fails_task_after_task_or_stays_away_ends_the_
 ) -> None:
     broken = GuessEnvironment(trouble=lambda id, turn: trouble)
     with pytest.raises(error, match=problem):
-        await completed(evaluator(models, broken, player()))
+        await completed(evaluator(models, broken))
     assert trouble == "gone" or not broken.games
 
 
 @pytest.mark.virtual_time
 async def test_a_replica_that_dies_between_turns_is_lost_and_another_plays_the_rest(models: Path) -> None:
-    environment, dying = GuessEnvironment(), player()
+    environment, dying = GuessEnvironment(), MemoryReplica(player=bisects)
 
     def die(answer: Generated) -> Generated:
         if dying.generated == 5:
@@ -220,7 +186,6 @@ async def test_a_replica_that_dies_between_turns_is_lost_and_another_plays_the_r
 
 
 async def test_a_slow_environment_is_no_stalled_replica(models: Path) -> None:
-    environment = GuessEnvironment(seconds=0.1)
-    one = evaluator(models, environment, player())
+    one = evaluator(models, GuessEnvironment(seconds=0.1))
     one.pool._stall_timeout_seconds = 0.2
     assert (await evaluated(one)).pass_rate == 1.0

@@ -32,6 +32,7 @@ from sync.base.errors import RemoteError, Unreachable
 from sync.wire import Estimate, EvalReport, SetReport, Version, pack
 
 pytestmark = pytest.mark.virtual_time
+Bench = tuple[Evaluations, Record]
 
 
 def report(step: int, kl: float, rate: float | None = None) -> EvalReport:
@@ -72,7 +73,7 @@ class Completed(Generation):
         return None
 
 
-def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> tuple[Evaluations, Record]:
+def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> Bench:
     record = begun(Store(folder, "never"), PromptStream(MemoryPrompts(), 0), Rules(1, Bound(0, 0)))
     config = make_config(evaluation={"every": every, **more}, run={"steps": 100, "folder": folder})
     sets = dict.fromkeys(["held_out", *more.get("sets", ())], HELD_OUT_SET)
@@ -85,10 +86,8 @@ def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> 
 
 
 @asynccontextmanager
-async def running(
-    folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any
-) -> AsyncIterator[tuple[Evaluations, Record]]:
-    evaluations, record = bench(folder, evaluator, every, **more)
+async def running(folder: Path, evaluator: MemoryEvaluator, every: int) -> AsyncIterator[Bench]:
+    evaluations, record = bench(folder, evaluator, every)
     task = asyncio.create_task(evaluations.run())
     yield evaluations, record
     await cancel([task])

@@ -89,18 +89,11 @@ def test_a_lesson_teaches_the_middle_of_what_is_left_and_the_end_token() -> None
     assert taught_guesses > 800
 
 
-@pytest.mark.parametrize(
-    ("task", "lesson", "tokenizer"),
-    [
-        (guess, guess.game, guess.guess_tokenizer),
-        (calculate, calculate.lesson, calculate.calculate_tokenizer),
-    ],
-)
-def test_the_loss_of_a_model_that_knows_nothing_is_that_of_even_odds(
-    task: Any, lesson: Any, tokenizer: Any
-) -> None:
+@pytest.mark.parametrize(("task", "lesson"), [(guess, guess.game), (calculate, calculate.lesson)])
+def test_the_loss_of_a_model_that_knows_nothing_is_that_of_even_odds(task: Any, lesson: Any) -> None:
+    tokenizer = guess.guess_tokenizer() if task is guess else calculate.calculate_tokenizer()
     for recipe in (task.STUDENT, task.TEACHER):
-        model = new_model(recipe, tokenizer())
+        model = new_model(recipe, tokenizer)
         with torch.no_grad():
             model.get_input_embeddings().weight.zero_()  # tied to the head
             loss = masked_loss(lesson, model, recipe, np.random.default_rng(0), 0)
@@ -129,10 +122,8 @@ def test_every_model_is_made_of_its_own_task(monkeypatch: pytest.MonkeyPatch, tm
 # --- the toy that calls a calculator: its tokens, its lessons
 
 
-ERRORS = [
-    "Error executing tool compute: '4783' is not one operation of two whole numbers",
-    "error: there is no tool 'compile'",
-]
+WRONG = "Error executing tool compute: '4783' is not one operation of two whole numbers"
+NO_TOOL = "error: there is no tool 'compile'"
 
 
 def text(ids: list[int]) -> str:
@@ -156,19 +147,14 @@ def test_a_lesson_calls_for_the_product_then_for_the_sum_and_answers() -> None:
     assert longest == 64, "the models' context"
 
 
-@pytest.mark.parametrize("said", ["3901", "-5", *ERRORS])
-def test_a_tools_answer_is_its_digits_and_an_error_one_token(said: str) -> None:
+@pytest.mark.parametrize("said", [["3901"], ["-5"], [WRONG], [NO_TOOL], [WRONG, "3901", NO_TOOL]])
+def test_a_tools_answer_is_its_digits_and_an_error_one_token(said: list[str]) -> None:
     call = [WORDS.index(word) for word in [*BEGIN, *"47*83", *END]]
-    added = Renderer(calculate.calculate_tokenizer()).added(call, [{"role": "tool", "content": said}])
-    expected = {"3901": [*"3901"], "-5": ["<pad>", "5"]}.get(said, ["<pad>"])
-    assert [WORDS[one] for one in added] == ["t:", *expected, "a:"], "the student said the end token"
-
-
-def test_an_error_is_followed_by_the_answer_to_another_call() -> None:
-    call = [WORDS.index(word) for word in [*BEGIN, *"47*83", *END]]
-    said = [{"role": "tool", "content": content} for content in (ERRORS[0], "3901", ERRORS[1])]
-    added = Renderer(calculate.calculate_tokenizer()).added(call, said)
-    assert [WORDS[one] for one in added] == ["t:", "<pad>", "t:", *"3901", "t:", "<pad>", "a:"]
+    answers = [{"role": "tool", "content": content} for content in said]
+    added = Renderer(calculate.calculate_tokenizer()).added(call, answers)
+    words = {"3901": ["t:", *"3901"], "-5": ["t:", "<pad>", "5"]}
+    expected = [word for content in said for word in words.get(content, ["t:", "<pad>"])]
+    assert [WORDS[one] for one in added] == [*expected, "a:"], "the student said the end token"
 
 
 def test_the_tokens_of_a_lesson_are_those_of_the_template() -> None:

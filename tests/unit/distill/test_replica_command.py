@@ -39,19 +39,12 @@ def test_engine_arguments_become_words():
 def test_the_line_holds_what_correctness_needs_and_what_the_user_adds(cpu):
     line, _ = built(3, engine_args={"tensor_parallel_size": 2, "--enforce-eager": True, "seed": 9})
     assert line[1:3] == ["-m", "sync.vllm.plugin"]
-    for word in (
-        "--model=m",
-        "--dtype=bfloat16",
-        "--host=127.0.0.1",
-        "--port=8000",
-        "--logprobs-mode=processed_logprobs",
-        "--no-enable-prefix-caching",
-        "--middleware=sync.vllm.middleware.ReplicaMiddleware",
-        "--worker-extension-cls=sync.vllm.engine.WorkerExtension",
-        "--tensor-parallel-size=2",
-        "--enforce-eager",
-        "--seed=9",
-    ):
+    ours = (
+        "--model=m --dtype=bfloat16 --host=127.0.0.1 --port=8000 --logprobs-mode=processed_logprobs "
+        "--no-enable-prefix-caching --middleware=sync.vllm.middleware.ReplicaMiddleware "
+        "--worker-extension-cls=sync.vllm.engine.WorkerExtension"
+    )
+    for word in (*ours.split(), "--tensor-parallel-size=2", "--enforce-eager", "--seed=9"):
         assert line.count(word) == 1
     assert json.loads(line[line.index("--weight-transfer-config") + 1]) == {"backend": "distill"}
     assert json.loads(line[line.index("--hf-overrides") + 1]) == ({} if cpu else {"head_dtype": "float32"})
@@ -59,13 +52,11 @@ def test_the_line_holds_what_correctness_needs_and_what_the_user_adds(cpu):
 
 
 def test_logits_are_fp32_on_gpus_unless_the_users_overrides_say_otherwise(cpu):
-    for given, passed in (
-        ({"rope_theta": 1.0}, {"rope_theta": 1.0} | ({} if cpu else {"head_dtype": "float32"})),
-        ({"head_dtype": "model"}, {"head_dtype": "model"}),
-    ):
+    ours = {} if cpu else {"head_dtype": "float32"}
+    for given in ({"rope_theta": 1.0}, {"head_dtype": "model"}):
         line, _ = built(engine_args={"hf_overrides": given})
         assert line.count("--hf-overrides") == 1
-        assert json.loads(line[line.index("--hf-overrides") + 1]) == passed
+        assert json.loads(line[line.index("--hf-overrides") + 1]) == ours | given
 
 
 def test_only_the_cpu_build_gets_the_settings_of_the_cpu(cpu):
@@ -147,12 +138,10 @@ def test_a_replica_of_a_lora_run_takes_one_adapter_of_the_next_rank_that_vllm_ha
 
 
 def test_a_rank_beyond_the_engines_is_refused_and_the_flags_are_not_the_users(cpu):
-    wide = REPLICA.model_copy(update={"lora_rank": 513})
     with pytest.raises(ConfigError, match=r"rank is 513.*512"):
-        built(replica=wide)
-    narrow = REPLICA.model_copy(update={"lora_rank": 8})
+        built(replica=REPLICA.model_copy(update={"lora_rank": 513}))
     with pytest.raises(ConfigError, match="must stay 8"):
-        built(replica=narrow, engine_args={"max-lora-rank": 64})
+        built(replica=REPLICA.model_copy(update={"lora_rank": 8}), engine_args={"max-lora-rank": 64})
 
 
 @pytest.mark.parametrize("key", ["enable-return-routed-experts", "enable_return_routed_experts"])
@@ -165,9 +154,6 @@ def test_routes_of_experts_are_refused_where_no_model_runner_returns_them(cpu, k
     assert "--no-enable-return-routed-experts" in built(engine_args={key: False})[0]
 
 
-ROUTED = REPLICA.model_copy(update={"routes": True})
-
-
 @pytest.mark.parametrize(
     ("env", "keeps_cache", "native"),
     [({}, False, None), ({}, True, False), ({RUNNER: "1"}, False, True), ({RUNNER: "0"}, False, False)],
@@ -176,7 +162,7 @@ def test_routes_are_recorded_by_the_engine_where_its_second_runner_runs_and_no_c
     cpu, env, keeps_cache, native
 ):
     native = not cpu if native is None else native
-    replica = ROUTED.model_copy(update={"keeps_cache": keeps_cache})
+    replica = REPLICA.model_copy(update={"routes": True, "keeps_cache": keeps_cache})
     words, environment = built(replica=replica, env=env)
     if native:
         assert {"--enable-return-routed-experts", "--enable-prefix-caching"} <= {*words}
@@ -186,7 +172,9 @@ def test_routes_are_recorded_by_the_engine_where_its_second_runner_runs_and_no_c
         assert {"--enforce-eager", "--no-enable-prefix-caching"} <= {*words}
         assert "--enable-return-routed-experts" not in words
         assert environment[RUNNER] == "0"
-    for name in ("enable-prefix-caching", *(() if native else ("enforce-eager",))):
-        value = not native if name == "enable-prefix-caching" else False
-        with pytest.raises(ConfigError, match=f"'{name}' must stay {not value}"):
-            built(replica=replica, env=env, engine_args={name: value})
+    fixed = (
+        {"enable-prefix-caching": True} if native else {"enable-prefix-caching": False, "enforce-eager": True}
+    )
+    for name, value in fixed.items():
+        with pytest.raises(ConfigError, match=f"'{name}' must stay {value}"):
+            built(replica=replica, env=env, engine_args={name: not value})
