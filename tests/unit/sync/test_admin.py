@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -143,23 +145,17 @@ def test_gc_spares_a_version_whose_manifest_comes_while_it_reads(store: MemorySt
 
 
 def test_gc_looks_each_base_up_once_however_long_the_chains_are() -> None:
-    looked_up: list[int] = []
+    looked_up = Counter[int]()
 
-    class Link:
-        created = 0.0
-
-        def __init__(self, step: int) -> None:
-            self.step = step
-
+    class Link(SimpleNamespace):
         @property
         def base(self) -> Version | None:
-            looked_up.append(self.step)
+            looked_up[self.step] += 1
             return v(self.step - 1) if self.step else None
 
-    chain: dict[Version, Any] = {v(step): Link(step) for step in range(300)}
-    held = admin.Listing([], [], None, chain)
-    assert admin._needed(held, keep_anchors=1, since=1.0) == set(chain)
-    assert max(map(looked_up.count, range(300))) <= 4
+    chain: dict[Version, Any] = {v(step): Link(step=step, created=0.0) for step in range(300)}
+    assert admin._needed(admin.Listing([], [], None, chain), keep_anchors=1, since=1.0) == set(chain)
+    assert max(looked_up.values()) <= 4
 
 
 def test_export_writes_any_version_as_a_checkpoint_folder(store: MemoryStore, tmp_path: Path) -> None:

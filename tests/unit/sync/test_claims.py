@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AbstractContextManager
 
 import httpx
 import pytest
 from ports import PATIENCE, answering, client
+from raw_server import saying
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -70,19 +70,15 @@ async def test_another_name_model_or_none_at_all_is_refused(asking: RunIdentity 
         assert await ask(url, RunIdentity("toy", "aa", None)) == Ok()  # its trainer has not started yet
 
 
-async def test_a_run_that_has_not_begun_claims_nothing() -> None:
+async def test_a_run_that_has_not_begun_claims_nothing_and_the_model_of_one_is_learned_once() -> None:
     claim = Claim(RunIdentity("toy"))
     with server(claim) as url:
         assert await ask(url, RunIdentity("toy")) == Ok()
         with pytest.raises(WrongServer, match="was asked for run 'words'"):
             await ask(url, RunIdentity("words"))
-    assert claim.run == RunIdentity("toy")
-
-
-def test_the_model_that_a_run_trains_is_learned_once() -> None:
-    claim = Claim(RunIdentity("toy"))
-    for asking in (RunIdentity("toy", "aa"), OLD, RunIdentity("toy", "aa")):
-        claim.admit(asking, claims=True)
+        assert claim.run == RunIdentity("toy")
+        for asking in (RunIdentity("toy", "aa"), OLD, RunIdentity("toy", "aa")):
+            assert await ask(url, asking) == Ok()
     assert claim.run == OLD
 
 
@@ -124,13 +120,7 @@ def test_a_header_that_names_no_run_is_a_bad_request(header: str) -> None:
 
 
 async def test_an_answer_whose_run_is_no_utf_8_names_no_run() -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        head = b'HTTP/1.1 200 OK\r\n%b: {"name":"\xff"}\r\ncontent-length: 0\r\n\r\n'
-        writer.write(head % RUN_HEADER.encode())
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
-        url = "http://127.0.0.1:{1}".format(*listening.sockets[0].getsockname())
+    head = b'HTTP/1.1 200 OK\r\n%b: {"name":"\xff"}\r\ncontent-length: 0\r\n\r\n' % RUN_HEADER.encode()
+    async with saying(head) as url:
         with pytest.raises(WireError, match="header x-distill-run of 12 characters names no run"):
             await ask(url, NEW)

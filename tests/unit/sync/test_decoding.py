@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
 PROGRAM = """
-import sys, threading, msgspec
+import sys, msgspec
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from sync.base.decoding import convert, json_decoder, msgpack_decoder
 
 class Inner(msgspec.Struct):
@@ -31,26 +32,21 @@ middle = {"type": "middle", "all": [inner], "one": inner, "named": {"a": inner}}
 outer = {"type": "outer", "all": [middle], "one": middle, "rest": [inner]}
 VALUES = {Outer: outer, Middle: middle, Outer | Middle: outer, Inner: inner}
 
-def decode():
+def decode(start):
     start.wait()
     for kind, value in VALUES.items():
         msgpack_decoder(kind).decode(msgspec.msgpack.encode(value))
         json_decoder(kind).decode(msgspec.json.encode(value))
         convert(value, kind)
-    done.append(1)
 
 sys.setswitchinterval(1e-6)
-start, done = threading.Barrier(8), []
-threads = [threading.Thread(target=decode) for _ in range(8)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-sys.exit(len(done) != 8)
+with ThreadPoolExecutor(8) as threads:
+    list(threads.map(decode, [Barrier(8)] * 8))
 """
 
 
 def test_threads_that_meet_a_message_at_once_decode_it() -> None:
     """Without the lock, about one in five of these processes dies by SIGSEGV."""
-    programs = [subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=ROOT) for _ in range(24)]
+    root = Path(__file__).parents[3]
+    programs = [subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=root) for _ in range(24)]
     assert [program.wait(600) for program in programs] == [0] * 24

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from ports import Handler, answering, refusing, served
 from prometheus_client import CollectorRegistry
+from raw_server import saying
 
 from sync.base.errors import WrongServer
 from sync.wire.peers import Answerer, Role, identify, wrong, wrong_among
@@ -43,12 +42,14 @@ async def test_every_role_names_itself_at_health_without_a_token(role: Role) -> 
         assert await wrong(url, role) is None
 
 
-async def test_a_role_in_the_place_of_another_is_refused_with_both_names() -> None:
+async def test_a_role_in_the_place_of_another_is_refused_with_both_names_and_a_path_behind_one() -> None:
     with answering(application(Role.EVALUATOR, [], CollectorRegistry(), "", None)) as url:
         problem = await wrong(url, Role.TEACHER)
+        behind = await wrong(f"{url}/v1", Role.EVALUATOR)
     expected = "is an evaluator of this project, and a teacher service of this project was expected"
     assert expected in problem
     assert "distill teacher" in problem
+    assert f"a path of an evaluator of this project: write {url} for it" in behind
 
 
 async def test_a_plain_vllm_server_and_one_of_the_openai_protocol_are_told_apart() -> None:
@@ -60,31 +61,11 @@ async def test_a_plain_vllm_server_and_one_of_the_openai_protocol_are_told_apart
         assert await identify(f"{url}/v1") == await identify(url)
 
 
-async def test_a_path_behind_a_role_is_named_with_the_url_to_write() -> None:
-    with answering(application(Role.TEACHER, [], CollectorRegistry(), "", None)) as url:
-        problem = await wrong(f"{url}/v1", Role.TEACHER)
-        assert f"a path of a teacher service of this project: write {url} for it" in problem
-
-
-async def test_another_web_server_is_named_by_what_it_answers() -> None:
+async def test_another_web_server_is_named_by_what_it_answers_and_what_speaks_no_http_is_said_to() -> None:
     with plain_server({}) as url:
         assert "answers 404 at /health" in (await identify(url)).what
-
-
-async def test_what_speaks_no_http_is_said_to() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def greet() -> None:
-            connection, _ = server.accept()
-            connection.recv(1 << 16)
-            connection.sendall(b"-ERR unknown command\r\n\r\n")
-            connection.close()
-
-        thread = threading.Thread(target=greet)
-        thread.start()
-        found = await identify(f"http://127.0.0.1:{server.getsockname()[1]}")
-        thread.join()
-    assert "speaks no HTTP" in found.what
+    async with saying(b"-ERR unknown command\r\n\r\n") as url:
+        assert "speaks no HTTP" in (await identify(url)).what
 
 
 async def test_nothing_is_said_of_a_port_where_nobody_listens_or_of_a_gateway() -> None:

@@ -38,6 +38,13 @@ class Model:
                 raise RuntimeError(f"{name} broke")
             self.held[name] = value
 
+    def source(self, value: float, digests=None, read=None) -> Source:
+        return Source(str(value), read or both(value).items, self.stage, digests)
+
+
+def both(value: float) -> dict[str, torch.Tensor]:
+    return {"a": torch.tensor(value), "b": torch.tensor(value)}
+
 
 @pytest.fixture
 def model():
@@ -45,20 +52,13 @@ def model():
 
 
 @pytest.fixture
-def source(model):
-    def make(value: float, digests=None, read=None) -> Source:
-        tensors = {"a": torch.tensor(value), "b": torch.tensor(value)}
-        return Source(str(value), read or tensors.items, model.stage, digests)
-
-    return make
+def swap(model):
+    return Swap(model.source(0.0))
 
 
-@pytest.fixture
-def swap(source):
-    return Swap(source(0.0))
-
-
-ONES = {name: digest(torch.tensor(1.0)) for name in "ab"}
+ZEROS, ONES, TWOS = ({"a": value, "b": value} for value in (0.0, 1.0, 2.0))
+DIGESTS = {name: digest(torch.tensor(1.0)) for name in "ab"}
+"""Of ONES."""
 
 
 def follow(swap: Swap, source: Source) -> None:
@@ -66,89 +66,78 @@ def follow(swap: Swap, source: Source) -> None:
     swap.apply()
 
 
-def test_nothing_changes_before_what_was_staged_is_put_in_place(swap, model, source):
+def test_nothing_changes_before_what_was_staged_is_put_in_place(swap, model):
     assert swap.digests is None
-    swap.prepare(source(1.0))
-    assert (model.held, swap.digests) == ({"a": 0.0, "b": 0.0}, None)
+    swap.prepare(model.source(1.0))
+    assert (model.held, swap.digests) == (ZEROS, None)
     swap.apply()
-    assert model.held == {"a": 1.0, "b": 1.0}
-    assert swap.digests == ONES
-    assert (swap.error, swap.mixed) == (None, False)
+    assert (model.held, swap.digests, swap.error, swap.mixed) == (ONES, DIGESTS, None, False)
     with pytest.raises(SnapshotError, match="nothing is staged"):
         swap.apply()
 
 
-def test_nothing_is_read_or_digested_while_what_was_staged_is_put_in_place(swap, source, monkeypatch):
-    weights = {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}
+def test_nothing_is_read_or_digested_while_what_was_staged_is_put_in_place(swap, model, monkeypatch):
     reads = []
-    swap.prepare(source(1.0, read=lambda: reads.append("a read") or weights.items()))
+    swap.prepare(model.source(1.0, read=lambda: reads.append("a read") or both(1.0).items()))
     digesting = "sync.weights.snapshots.checkpoint.tensor_digest"
     monkeypatch.setattr(digesting, lambda tensor: reads.append("a digest"))
     swap.apply()
-    assert reads == ["a read"]
-    assert not swap.mixed
+    assert (reads, swap.mixed) == (["a read"], False)
 
 
-def test_a_version_that_cannot_be_staged_changes_nothing(swap, model, source):
-    follow(swap, source(1.0))
+def test_a_version_that_cannot_be_staged_changes_nothing(swap, model):
+    follow(swap, model.source(1.0))
     model.refused = "b"
     with pytest.raises(RuntimeError, match="no room for b"):
-        swap.prepare(source(2.0))
-    assert (model.held, swap.mixed) == ({"a": 1.0, "b": 1.0}, False)
+        swap.prepare(model.source(2.0))
+    model.refused = ""
+    with pytest.raises(SnapshotError, match="'b'"):  # bytes other than announced
+        swap.prepare(model.source(2.0, {"a": digest(torch.tensor(2.0)), "b": digest(torch.tensor(9.0))}))
+    assert (model.held, swap.mixed) == (ONES, False)
     with pytest.raises(SnapshotError, match="nothing is staged"):
         swap.apply()
 
 
-def test_what_fails_halfway_is_told_and_reverted(swap, model, source):
-    follow(swap, source(1.0))
+def test_what_fails_halfway_is_told_and_reverted(swap, model):
+    follow(swap, model.source(1.0))
     model.fail_on = "b"
-    follow(swap, source(2.0))
+    follow(swap, model.source(2.0))
     assert swap.mixed
     assert "b broke" in swap.error
     assert model.held == {"a": 2.0, "b": 1.0}
     model.fail_on = ""
     with pytest.raises(SnapshotError, match="not reverted"):
-        follow(swap, source(3.0))
+        follow(swap, model.source(3.0))
     swap.revert()
-    assert model.held == {"a": 1.0, "b": 1.0}
-    assert swap.digests == ONES
-    assert not swap.mixed
+    assert (model.held, swap.digests, swap.mixed) == (ONES, DIGESTS, False)
 
 
-def test_a_worker_that_succeeded_can_revert_with_the_others(swap, model, source):
-    follow(swap, source(1.0))
-    follow(swap, source(2.0))
+def test_a_worker_that_succeeded_can_revert_with_the_others(swap, model):
+    follow(swap, model.source(1.0))
+    follow(swap, model.source(2.0))
     swap.revert()
-    assert model.held == {"a": 1.0, "b": 1.0}
-    follow(swap, source(2.0))
+    assert model.held == ONES
+    follow(swap, model.source(2.0))
     swap.settle()
     swap.revert()
-    assert model.held == {"a": 2.0, "b": 2.0}
+    assert model.held == TWOS
 
 
-def test_bytes_other_than_announced_are_not_staged(swap, model, source):
-    wrong = {"a": digest(torch.tensor(1.0)), "b": digest(torch.tensor(9.0))}
-    with pytest.raises(SnapshotError, match="'b'"):
-        swap.prepare(source(1.0, wrong))
-    assert (model.held, swap.mixed) == ({"a": 0.0, "b": 0.0}, False)
-
-
-def test_a_model_that_is_not_staged_is_read_in_the_pause_and_checked_there(swap, model, source):
-    given = replace(source(1.0), stage=model.not_staged)
+def test_a_model_that_is_not_staged_is_read_in_the_pause_and_checked_there(swap, model):
+    given = replace(model.source(1.0), stage=model.not_staged)
     follow(swap, given)
-    assert model.held == {"a": 1.0, "b": 1.0}
-    assert swap.digests == ONES
+    assert (model.held, swap.digests) == (ONES, DIGESTS)
     follow(swap, replace(given, digests={"a": "another"}))
     assert swap.mixed
     assert "gave other bytes" in swap.error
 
 
-def test_an_old_checkpoint_that_changed_meanwhile_is_not_reverted_to(swap, model, source):
-    weights = {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}
-    follow(swap, replace(source(1.0, read=weights.items), name="old"))
+def test_an_old_checkpoint_that_changed_meanwhile_is_not_reverted_to(swap, model):
+    weights = both(1.0)
+    follow(swap, replace(model.source(1.0, read=weights.items), name="old"))
     weights["b"] = torch.tensor(5.0)
     model.fail_on = "a"
-    follow(swap, source(2.0))
+    follow(swap, model.source(2.0))
     model.fail_on = ""
     with pytest.raises(SnapshotError, match=r"old gave other bytes .*'b'"):
         swap.revert()

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,15 @@ import numpy as np
 import published
 import pytest
 from flat_tensors import digest, digests
+from hostile_store import safetensors
 from memory_store import MemoryStore
-from published import bits_of, publisher_of, saved, v
+from published import bits_of, publisher_of, publisher_of_folder, saved, v
 
 from sync.base.errors import AlreadyPublished, SnapshotError, StoreError
 from sync.base.settings import WeightsConfig
 from sync.weights.publish import BaseShard, Publisher, Slice
 from sync.weights.snapshots import admin, checkpoint
-from sync.weights.snapshots.manifest import read_chain, read_latest, read_manifest
+from sync.weights.snapshots.manifest import manifest_key, read_chain, read_latest, read_manifest
 from sync.weights.stores import Store
 from sync.weights.stores.bucket import BucketStore
 from sync.weights.subscribe import Mirror
@@ -37,18 +38,21 @@ SHAPES = {"embed": (40, 24), "layer.weight": (24, 24), "norm": (24,), "scalar": 
 class Trainer:
     """Weights as f2 bits, random steps, and one publisher per rank over contiguous shards."""
 
-    def __init__(self, store: Store, folder: Path, world_size: int = 1, **options: Any) -> None:
+    def __init__(
+        self, store: Store, folder: Path, world_size: int = 1, run_id: str | None = None, **options: Any
+    ) -> None:
         self.random = np.random.default_rng(0)
-        self.folder, self.world_size = folder, world_size
+        self.store, self.folder, self.world_size = store, folder, world_size
         self.weights = {
             name: (self.random.standard_normal(int(np.prod(shape))) * 0.02).astype("f2").view("u2")
             for name, shape in SHAPES.items()
         }
-        self.fingerprint = checkpoint.model_fingerprint({name: (SHAPES[name], "f2") for name in SHAPES})
-        run = RunIdentity(RUN, model=self.fingerprint)
+        model = checkpoint.model_fingerprint({name: (SHAPES[name], "f2") for name in SHAPES})
+        self.run = RunIdentity(RUN, run_id, model)
         options = {"world_size": world_size, "weights": WeightsConfig(**options)}
-        ranks = range(world_size)
-        self.publishers = [Publisher(store, run, self.slices(rank), rank=rank, **options) for rank in ranks]
+        self.publishers = [
+            Publisher(store, self.run, self.slices(rank), rank=rank, **options) for rank in range(world_size)
+        ]
 
     def slices(self, rank: int) -> list[Slice]:
         out = []
@@ -101,11 +105,24 @@ def store() -> MemoryStore:
     return MemoryStore()
 
 
+Begin = Callable[..., Trainer]
+
+
 @pytest.fixture
-def trainer(store: MemoryStore, tmp_path: Path) -> Trainer:
-    trainer = Trainer(store, tmp_path / "saved")
-    trainer.anchor(v(0))
-    return trainer
+def begin(store: MemoryStore, tmp_path: Path) -> Begin:
+    """Begins a run: its trainer has published version 0."""
+
+    def begun(*size: int, at: Store = store, **options: Any) -> Trainer:
+        trainer = Trainer(at, tmp_path / "saved", *size, **options)
+        trainer.anchor(v(0))
+        return trainer
+
+    return begun
+
+
+@pytest.fixture
+def trainer(begin: Begin) -> Trainer:
+    return begin()
 
 
 @pytest.fixture
@@ -118,10 +135,6 @@ def follow(mirror: Mirror, version: Version, trainer: Trainer | None = None) -> 
     """Bring the mirror to a version, which must hold the bits of `trainer`; None: they are not compared."""
     published.follow(mirror, version)
     assert trainer is None or digests(mirror.path or Path()) == trainer.digests()
-
-
-def full(*_: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_bytes_that_a_bucket_returns_flipped_are_refused(tmp_path: Path) -> None:
@@ -144,21 +157,19 @@ def test_bytes_that_a_bucket_returns_flipped_are_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("codec", ["fast", "small"])
 def test_mirrors_that_follow_or_join_late_hold_the_trainers_bits(
-    tmp_path: Path, world_size: int, codec: str
+    begin: Begin, store: MemoryStore, mirror: Mirror, tmp_path: Path, world_size: int, codec: str
 ) -> None:
-    store = MemoryStore()
-    trainer = Trainer(store, tmp_path / "saved", world_size, codec=codec)
-    trainer.anchor(v(0))
-    with Mirror(tmp_path / "one", store, RUN) as one, Mirror(tmp_path / "two", store, RUN) as two:
-        for step in range(1, 12):
-            trainer.step(0.5 if step % 4 == 0 else 0.03)
-            report = trainer.anchor(v(step)) if step == 6 else trainer.delta(v(step))
-            assert report.kind == ("full" if step == 6 else "delta")
-            assert (report.encode_seconds > 0) == (report.kind == "delta")
-            assert report.encode_seconds <= report.seconds
-            follow(one, v(step), trainer)
-        follow(two, v(11), trainer)
-        assert (two.path or tmp_path).joinpath("config.json").read_text() == "{}"
+    trainer = begin(world_size, codec=codec)
+    for step in range(1, 12):
+        trainer.step(0.5 if step % 4 == 0 else 0.03)
+        report = trainer.anchor(v(step)) if step == 6 else trainer.delta(v(step))
+        assert report.kind == ("full" if step == 6 else "delta")
+        assert (report.encode_seconds > 0) == (report.kind == "delta")
+        assert report.encode_seconds <= report.seconds
+        follow(mirror, v(step), trainer)
+    with Mirror(tmp_path / "late", store, RUN) as late:
+        follow(late, v(11), trainer)
+        assert (late.path or tmp_path).joinpath("config.json").read_text() == "{}"
     assert read_latest(store, RUN) == v(11)
     assert [*admin.ls(store, RUN).manifests] == [v(step) for step in range(12)]
 
@@ -179,116 +190,114 @@ class TimedStore(MemoryStore):
 
 
 def test_codec_auto_is_small_while_the_store_is_slow_and_says_so_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: MemoryStore, mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sync.weights.publish._TIMED_BYTES", 1000)
-    store = TimedStore()
-    monkeypatch.setattr("sync.weights.publish.time", store)
-    trainer = Trainer(store, tmp_path / "saved")
+    timed = TimedStore(store._objects)
+    monkeypatch.setattr("sync.weights.publish.time", timed)
+    trainer = Trainer(timed, tmp_path / "saved")
     (publisher,) = trainer.publishers
     assert publisher.codec == "fast", "nothing was measured yet"
     assert trainer.anchor(v(0)).note == "weights.codec auto: small, as the store takes 1 MB/s"
-    trainer.step()
-    assert (publisher.codec, trainer.delta(v(1)).note) == ("small", "")
-    store.rate = 5e6
-    trainer.step()
+    assert (publisher.codec, trainer.next(v(1)).note) == ("small", "")
+    timed.rate = 5e6
     assert trainer.anchor(v(2)).note == "weights.codec auto: fast, as the store takes 5 MB/s"
-    trainer.step()
-    assert (publisher.codec, trainer.delta(v(3)).note) == ("fast", "")
-    with Mirror(tmp_path / "mirror", store, RUN) as mirror:
-        for step in range(3):
-            follow(mirror, v(step))
-        follow(mirror, v(3), trainer)
+    assert (publisher.codec, trainer.next(v(3)).note) == ("fast", "")
+    for step in range(3):
+        follow(mirror, v(step))
+    follow(mirror, v(3), trainer)
 
 
-def test_of_two_slots_the_live_one_stays_until_the_other_is_promoted_and_each_delta_is_read_once(
-    store: MemoryStore, trainer: Trainer, mirror: Mirror
-) -> None:
+def test_a_slot_is_live_until_a_promotion_and_a_delta_is_read_once(trainer: Trainer, mirror: Mirror) -> None:
     follow(mirror, v(0))
     for step in range(1, 5):
         before, report = trainer.digests(), trainer.next(v(step))
         staged = mirror.stage(v(step))
-        assert staged.bytes_read == report.bytes == read_manifest(store, RUN, v(step)).bytes
+        assert staged.bytes_read == report.bytes == read_manifest(trainer.store, RUN, v(step)).bytes
         assert (mirror.version, digests(mirror.path or Path())) == (v(step - 1), before)
         assert digests(staged.path) == trainer.digests()
         mirror.promote(staged.version)
         assert (mirror.version, mirror.path) == (v(step), staged.path)
 
 
-def test_a_promotion_that_the_disk_refuses_changes_nothing_and_may_be_repeated(
+@contextmanager
+def no_room_for(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a mirror does inside is refused, as a full disk fails `what`."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    why = "cannot be written.* room for two checkpoints"
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match=why):
+        patch.setattr(what, full)
+        yield
+
+
+def test_what_a_full_disk_refuses_to_a_mirror_changes_nothing_and_is_done_once_there_is_room(
     trainer: Trainer, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staged = mirror.stage(v(0))
-    with monkeypatch.context() as patched, pytest.raises(StoreError, match="cannot be written"):
-        patched.setattr("sync.weights.subscribe.write", full)
+    assert mirror.stage(v(0)).bytes_read == 0
+    with no_room_for("sync.weights.subscribe.write", monkeypatch):
         mirror.promote(v(0))
     assert (mirror.version, mirror.holds(v(0)), mirror.holds(v(1))) == (None, True, False)
     mirror.promote(v(0))
     assert (mirror.version, mirror.path) == (v(0), staged.path)
-
-
-def test_a_version_is_not_applied_twice(trainer: Trainer, mirror: Mirror) -> None:
-    staged = mirror.stage(v(0))
     assert mirror.stage(v(0)).bytes_read == 0
-    mirror.promote(staged.version)
-    assert mirror.stage(v(0)).bytes_read == 0
+    trainer.next(v(1))
+    with no_room_for("shutil.copytree", monkeypatch):
+        mirror.stage(v(1))
     with pytest.raises(SnapshotError, match="stage it again"):
         mirror.promote(v(1))
+    assert mirror.version == v(0)
+    follow(mirror, v(1), trainer)
 
 
-def test_an_altered_file_is_refused_and_the_old_version_stays(
-    store: MemoryStore, trainer: Trainer, mirror: Mirror
-) -> None:
+def test_an_altered_file_is_refused_and_the_old_version_stays(trainer: Trainer, mirror: Mirror) -> None:
     follow(mirror, v(0))
     before = trainer.digests()
     trainer.next(v(1))
     key = "run/L000-v00000001/delta-00000.bin"
-    good = store.read(key)
+    good = trainer.store.read(key)
     random = np.random.default_rng(1)
     places = random.integers([len(good), 8], size=(20, 2)).tolist()
     flipped = [good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :] for at, bit in places]
     for bad in [good[:-1], good + b"\0", good[: len(good) // 2], b"", *flipped]:
-        store.replace(key, bad)
+        trainer.store.replace(key, bad)
         with pytest.raises(SnapshotError, match="cut or altered"):
             mirror.stage(v(1))
         assert mirror.version == v(0)
         assert digests(mirror.path or Path()) == before
-    store.replace(key, good)
+    trainer.store.replace(key, good)
     follow(mirror, v(1), trainer)
-
-
-def test_a_gap_in_the_chain_is_refused_and_named(
-    store: MemoryStore, trainer: Trainer, mirror: Mirror
-) -> None:
-    follow(mirror, v(0))
-    for step in (1, 2, 3):
-        trainer.next(v(step))
-    store.delete("run/L000-v00000002/manifest.json")
-    with pytest.raises(SnapshotError, match="broken at L000-v00000002"):
-        mirror.stage(v(3))
-    assert mirror.version == v(0)
-    trainer.anchor(v(4))
-    follow(mirror, v(4), trainer)
 
 
 @pytest.mark.parametrize(
     ("forged", "why"),
     [
+        (None, "broken at L000-v00000002"),
         ({"base": [0, 0]}, "mixed up"),
         ({"fingerprint": "0" * 64}, r"is of model 000000000000, this mirror holds .*dtypes differ"),
     ],
+    ids=["a gap", "another base", "another model"],
 )
-def test_a_delta_that_names_another_base_or_model_is_refused(
-    store: MemoryStore, trainer: Trainer, mirror: Mirror, forged: dict[str, object], why: str
+def test_a_chain_with_a_gap_or_a_delta_of_another_base_or_model_is_refused_up_to_the_next_anchor(
+    store: MemoryStore, trainer: Trainer, mirror: Mirror, forged: dict[str, object] | None, why: str
 ) -> None:
     follow(mirror, v(0))
-    trainer.next(v(1))
-    trainer.next(v(2))
-    key = "run/L000-v00000002/manifest.json"
-    store.replace(key, msgspec.json.encode(msgspec.json.decode(store.read(key)) | forged))
-    with pytest.raises(SnapshotError, match=why):
-        mirror.stage(v(2))
+    for step in (1, 2, 3):
+        trainer.next(v(step))
+    key = manifest_key(RUN, v(2))
+    manifest = msgspec.json.decode(store.read(key))
+    store.delete(key)
+    if forged is not None:
+        store.create(key, msgspec.json.encode(manifest | forged))
+    for step in (2, 3) if forged else (3,):
+        with pytest.raises(SnapshotError, match=why):
+            mirror.stage(v(step))
     assert mirror.version == v(0)
+    trainer.anchor(v(4))
+    follow(mirror, v(4), trainer)
 
 
 def test_a_spoilt_spare_is_found_by_its_digests_and_healed(trainer: Trainer, mirror: Mirror) -> None:
@@ -304,22 +313,18 @@ def test_a_spoilt_spare_is_found_by_its_digests_and_healed(trainer: Trainer, mir
     follow(mirror, v(3), trainer)
 
 
-def test_another_runs_snapshot_is_refused(
+def test_a_mirror_is_of_one_process_and_one_run_and_another_runs_snapshot_is_refused(
     store: MemoryStore, trainer: Trainer, mirror: Mirror, tmp_path: Path
 ) -> None:
     follow(mirror, v(0))
-    store.create("other/L000-v00000000/manifest.json", store.read("run/L000-v00000000/manifest.json"))
+    store.create(manifest_key("other", v(0)), store.read(manifest_key(RUN, v(0))))
     with Mirror(tmp_path / "other", store, "other") as other, pytest.raises(SnapshotError, match="mixed up"):
         other.stage(v(0))
-    mirror.close()
-    with pytest.raises(SnapshotError, match="mirrors run"):
-        Mirror(tmp_path / "mirror", store, "other")
-
-
-def test_two_processes_cannot_own_one_mirror(store: MemoryStore, mirror: Mirror, tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="in use by another process"):
         Mirror(tmp_path / "mirror", store, RUN)
     mirror.close()
+    with pytest.raises(SnapshotError, match="mirrors run"):
+        Mirror(tmp_path / "mirror", store, "other")
     Mirror(tmp_path / "mirror", store, RUN).close()
 
 
@@ -338,17 +343,15 @@ def test_a_mirror_goes_on_after_a_restart_of_its_process_but_not_of_the_machine(
         follow(rebooted, v(0), trainer)
 
 
-def test_a_new_lineage_starts_with_an_anchor_that_names_its_parent(
-    store: MemoryStore, trainer: Trainer, mirror: Mirror
-) -> None:
+def test_a_new_lineage_starts_with_an_anchor_that_names_its_parent(trainer: Trainer, mirror: Mirror) -> None:
     for step in (1, 2, 3):
         trainer.next(v(step))
     follow(mirror, v(3))
     trainer.anchor(v(2, lineage=1), parent=v(2))
     trainer.next(v(3, lineage=1))
-    assert read_manifest(store, RUN, v(3, lineage=1)).parent == v(2)
+    assert read_manifest(trainer.store, RUN, v(3, lineage=1)).parent == v(2)
     follow(mirror, v(3, lineage=1), trainer)
-    assert read_latest(store, RUN) == v(3, lineage=1)
+    assert read_latest(trainer.store, RUN) == v(3, lineage=1)
 
 
 def test_a_version_is_published_once(store: MemoryStore, trainer: Trainer, tmp_path: Path) -> None:
@@ -367,9 +370,7 @@ def test_a_version_is_published_once(store: MemoryStore, trainer: Trainer, tmp_p
 class Failing(MemoryStore):
     """Fails once, at the first key that ends in `at`; `late`: behind the write."""
 
-    def __init__(self, at: str, late: bool) -> None:
-        super().__init__()
-        self.at, self.late = at, late
+    at, late = "", False
 
     def _write(self, key: str, write: Callable[[], None]) -> None:
         if fails := bool(self.at) and key.endswith(self.at):
@@ -388,22 +389,21 @@ class Failing(MemoryStore):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("at", ["delta-00000.bin", "part-00001.json", "manifest.json", "LATEST"])
-def test_a_version_that_failed_is_published_under_the_same_name(at: str, late: bool, tmp_path: Path) -> None:
-    store = Failing("", late)
-    trainer = Trainer(store, tmp_path / "saved", 2, timeout_seconds=0.2)
-    trainer.anchor(v(0))
-    trainer.step()
-    store.at = at
+def test_a_version_that_failed_is_published_under_the_same_name(
+    at: str, late: bool, begin: Begin, store: MemoryStore, mirror: Mirror
+) -> None:
+    failing = Failing(store._objects)
+    trainer = begin(2, at=failing, timeout_seconds=3.0)
+    failing.at, failing.late = at, late
     with suppress(StoreError):
-        trainer.delta(v(1))
-    assert not store.at
-    for store.at in ("model.safetensors", "manifest.json", ""):  # now as an anchor, until nothing fails
+        trainer.next(v(1))
+    assert not failing.at
+    for failing.at in ("model.safetensors", "manifest.json", ""):  # now as an anchor, until nothing fails
         with suppress(StoreError):
             trainer.anchor(v(1))
     trainer.next(v(2))
-    with Mirror(tmp_path / "mirror", store, RUN) as mirror:
-        follow(mirror, v(1))
-        follow(mirror, v(2), trainer)
+    follow(mirror, v(1))
+    follow(mirror, v(2), trainer)
     assert read_latest(store, RUN) == v(2)
 
 
@@ -424,20 +424,16 @@ def test_what_a_broken_upload_left_beside_its_key_does_not_stop_the_next_try(tmp
             self.claims = self.claims - {key}
             super().delete(key)
 
-    store = Claiming(at, late=False)
-    trainer = Trainer(store, tmp_path / "saved")
+    store = Claiming()
+    store.at, trainer = at, Trainer(store, tmp_path / "saved")
     with pytest.raises(StoreError, match="went away"):
         trainer.anchor(v(0))
     trainer.anchor(v(0))
     assert read_latest(store, RUN) == v(0)
 
 
-def test_the_last_shards_are_let_go_before_those_of_an_anchor_are_copied(
-    store: MemoryStore, tmp_path: Path
-) -> None:
+def test_the_last_shards_are_let_go_before_those_of_an_anchor_are_copied(trainer: Trainer) -> None:
     """On a GPU the shard fills memory that training needs."""
-    trainer = Trainer(store, tmp_path / "saved")
-    trainer.anchor(v(0))
     (publisher,), held = trainer.publishers, weakref.ref(trainer.publishers[0]._shard)
 
     class Watched(dict[str, np.ndarray]):
@@ -449,46 +445,36 @@ def test_the_last_shards_are_let_go_before_those_of_an_anchor_are_copied(
     assert held() is None
 
 
-def test_a_publisher_of_anchors_alone_keeps_no_copy_of_the_shard(
-    store: MemoryStore, mirror: Mirror, tmp_path: Path
-) -> None:
-    trainer = Trainer(store, tmp_path / "saved")
-    publisher = trainer.publishers[0] = Publisher(
-        store, RunIdentity(RUN, model=trainer.fingerprint), trainer.slices(0), anchors_only=True
-    )
-    for step in range(2):
+def test_a_publisher_of_anchors_alone_keeps_no_copy_of_the_shard(trainer: Trainer, mirror: Mirror) -> None:
+    publisher = Publisher(trainer.store, trainer.run, trainer.slices(0), anchors_only=True)
+    trainer.publishers = [publisher]
+    for step in (1, 2):
         trainer.step()
         trainer.anchor(v(step))
         assert (publisher._shard, publisher.anchor_due) == (None, True)
         follow(mirror, v(step), trainer)
     trainer.save()
     trainer.step(1.0)
-    objects = store.list("")
+    objects = trainer.store.list("")
     with pytest.raises(SnapshotError, match="saved at another step"):
-        publisher.anchor(v(2), None, trainer.folder, trainer.shards(0))
-    assert store.list("") == objects
+        publisher.anchor(v(3), None, trainer.folder, trainer.shards(0))
+    assert trainer.store.list("") == objects
     with pytest.raises(SnapshotError, match="publish an anchor first"):
-        publisher.delta(v(2), trainer.shards(0))
+        publisher.delta(v(3), trainer.shards(0))
 
 
-def test_a_rank_that_leaves_no_receipt_is_named(store: MemoryStore, tmp_path: Path) -> None:
-    trainer = Trainer(store, tmp_path / "saved", 2, timeout_seconds=0.05)
-    trainer.anchor(v(0))
-    trainer.step()
+def test_a_rank_that_leaves_no_receipt_or_one_on_another_base_is_named(begin: Begin) -> None:
+    trainer = begin(2, timeout_seconds=0.05)
+    first, second = trainer.publishers
     with pytest.raises(StoreError, match="rank 1 of 2 left no receipt of L000-v00000001"):
-        trainer.publishers[0].delta(v(1), trainer.shards(0))
-    assert trainer.publishers[0].anchor_due
-    assert [*admin.ls(store, RUN).manifests] == [v(0)]
-
-
-def test_ranks_that_disagree_about_the_base_are_found(store: MemoryStore, tmp_path: Path) -> None:
-    trainer = Trainer(store, tmp_path / "saved", 2, timeout_seconds=5)
-    trainer.anchor(v(0))
-    trainer.step()
-    trainer.publishers[1].delta(v(1), trainer.shards(1))
-    trainer.publishers[1].delta(v(2), trainer.shards(1))
+        first.delta(v(1), trainer.shards(0))
+    assert first.anchor_due
+    assert [*admin.ls(trainer.store, RUN).manifests] == [v(0)]
+    trainer.anchor(v(2))
+    second.delta(v(3), trainer.shards(1))
+    second.delta(v(4), trainer.shards(1))
     with pytest.raises(SnapshotError, match="every rank must publish every version"):
-        trainer.publishers[0].delta(v(2), trainer.shards(0))
+        first.delta(v(4), trainer.shards(0))
 
 
 def test_shards_of_another_shape_or_type_are_refused(trainer: Trainer) -> None:
@@ -497,51 +483,32 @@ def test_shards_of_another_shape_or_type_are_refused(trainer: Trainer) -> None:
         trainer.publishers[0].delta(v(1), {**shards, "norm": shards["norm"][:-1]})
 
 
-def test_an_anchor_is_due_when_the_deltas_cost_the_set_share(store: MemoryStore, tmp_path: Path) -> None:
-    trainer = Trainer(store, tmp_path / "saved", anchor_share=0.5)
-    report = trainer.anchor(v(0))
-    spent, step = 0, 0
-    while not trainer.publishers[0].anchor_due:
-        assert spent < 0.5 * report.full_bytes
+def test_an_anchor_is_due_when_the_deltas_cost_the_set_share(begin: Begin) -> None:
+    trainer = begin(anchor_share=0.5)
+    (publisher,), spent, step = trainer.publishers, 0, 0
+    while not publisher.anchor_due:
         step += 1
-        trainer.step(0.3)
-        report = trainer.delta(v(step))
+        report = trainer.next(v(step), 0.3)
+        assert spent < 0.5 * report.full_bytes
         spent += report.bytes
     assert spent >= 0.5 * report.full_bytes
     trainer.anchor(v(step + 1))
-    assert not trainer.publishers[0].anchor_due
+    assert not publisher.anchor_due
 
 
-def test_a_chain_ends_at_the_newest_anchor_or_at_what_the_reader_has(
-    store: MemoryStore, trainer: Trainer
-) -> None:
+def test_a_chain_ends_at_the_newest_anchor_or_at_what_the_reader_has(trainer: Trainer) -> None:
     for step in range(1, 6):
-        trainer.step()
-        trainer.anchor(v(step)) if step == 3 else trainer.delta(v(step))
-    assert [link.version.step for link in read_chain(store, RUN, v(5))] == [3, 4, 5]
-    assert [link.version.step for link in read_chain(store, RUN, v(5), frozenset([v(4)]))] == [5]
-    assert [link.version.step for link in read_chain(store, RUN, v(2))] == [0, 1, 2]
+        trainer.anchor(v(step)) if step == 3 else trainer.next(v(step))
+    assert [link.version.step for link in read_chain(trainer.store, RUN, v(5))] == [3, 4, 5]
+    assert [link.version.step for link in read_chain(trainer.store, RUN, v(5), frozenset([v(4)]))] == [5]
+    assert [link.version.step for link in read_chain(trainer.store, RUN, v(2))] == [0, 1, 2]
 
 
-def test_slices_that_leave_out_a_part_of_the_model_are_refused(store: MemoryStore, tmp_path: Path) -> None:
-    trainer = Trainer(store, tmp_path / "saved")
-    publisher = Publisher(store, RunIdentity(RUN, model=trainer.fingerprint), trainer.slices(0)[1:])
-    publisher.anchor(v(0), None, trainer.save(), trainer.shards(0))
+def test_slices_that_leave_out_a_part_of_the_model_are_refused(trainer: Trainer) -> None:
+    trainer.publishers = [Publisher(trainer.store, trainer.run, trainer.slices(0)[1:])]
+    trainer.anchor(v(1))
     with pytest.raises(SnapshotError, match="every element belongs to exactly one rank"):
-        publisher.delta(v(1), trainer.shards(0))
-
-
-def test_a_full_disk_under_a_mirror_is_said_and_gone_through_again(
-    trainer: Trainer, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    follow(mirror, v(0))
-    trainer.next(v(1))
-    with monkeypatch.context() as patch:
-        patch.setattr("shutil.copytree", full)
-        with pytest.raises(StoreError, match="room for two checkpoints"):
-            mirror.stage(v(1))
-    assert mirror.version == v(0)
-    follow(mirror, v(1), trainer)
+        trainer.next(v(2))
 
 
 def test_a_checkpoint_whose_tensors_are_not_aligned_is_brought_forward_too(
@@ -552,26 +519,21 @@ def test_a_checkpoint_whose_tensors_are_not_aligned_is_brought_forward_too(
         "odd": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
         "w": {"dtype": "BF16", "shape": [3], "data_offsets": [1, 7]},
     }
-    text = msgspec.json.encode(header)
-    folder = tmp_path / "saved"
-    folder.mkdir()
     old = {"odd": np.array([7], "u1"), "w": np.array([1, 2, 3], "u2")}
-    content = len(text).to_bytes(8, "little") + text + old["odd"].tobytes() + old["w"].tobytes()
-    (folder / "model.safetensors").write_bytes(content)
-    slices = [Slice("odd", (1,), "u1", 0, 1), Slice("w", (3,), "bf16", 0, 3)]
-    publisher = Publisher(
-        store, RunIdentity(RUN, model=checkpoint.fingerprint(checkpoint.tensors(folder))), slices
-    )
-    publisher.anchor(v(0), None, folder, old)
+    content = b"".join(bits.tobytes() for bits in old.values())
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved/model.safetensors").write_bytes(safetensors(msgspec.json.encode(header), content))
+    publisher = publisher_of_folder(store, tmp_path / "saved")
+    publisher.anchor(v(0), None, tmp_path / "saved", old)
     new = {"odd": np.array([8], "u1"), "w": np.array([1, 5, 3], "u2")}
     publisher.delta(v(1), new)
-    with Mirror(tmp_path / "mirror", store, RUN) as mirror:
+    with Mirror(tmp_path / "mirror", store, "tests") as mirror:
         follow(mirror, v(1))
-        assert digests(mirror.path or folder) == {name: digest(bits) for name, bits in new.items()}
+        assert digests(mirror.path or tmp_path) == {name: digest(bits) for name, bits in new.items()}
 
 
 def test_an_adapter_is_published_and_staged_as_a_folder_of_its_own_kind(
-    store: MemoryStore, tmp_path: Path
+    store: MemoryStore, mirror: Mirror, tmp_path: Path
 ) -> None:
     weights = {"lora_A": np.arange(8, dtype="f4")}
     folder = saved(tmp_path / "adapter", weights)
@@ -579,43 +541,27 @@ def test_an_adapter_is_published_and_staged_as_a_folder_of_its_own_kind(
         (folder / name).rename(folder / f"adapter_{name}")
     publisher = publisher_of(store, weights)
     assert publisher.anchor(v(0), None, folder, bits_of(weights), "lora").kind == "lora"
-    with Mirror(tmp_path / "mirror", store, RUN) as mirror:
-        staged = mirror.stage(v(0))
-        assert {path.name for path in staged.path.iterdir()} == {path.name for path in folder.iterdir()}
-        assert digests(staged.path) == {"lora_A": digest(bits_of(weights)["lora_A"])}
+    staged = mirror.stage(v(0))
+    assert {path.name for path in staged.path.iterdir()} == {path.name for path in folder.iterdir()}
+    assert digests(staged.path) == {"lora_A": digest(bits_of(weights)["lora_A"])}
 
 
-def began(store: MemoryStore, folder: Path, run_id: str | None) -> Trainer:
-    """A trainer of the run with that id, and its first two versions, alone in the store."""
-    for key in store.list(""):
-        store.delete(key)
-    trainer = Trainer(store, folder)
-    for publisher in trainer.publishers:
-        publisher._run = RunIdentity(RUN, run_id, trainer.fingerprint)
-    trainer.anchor(v(0))
-    trainer.next(v(1))
-    return trainer
-
-
-def test_the_versions_of_another_run_of_the_same_name_are_neither_read_nor_kept(
-    store: MemoryStore, mirror: Mirror, tmp_path: Path
+def test_versions_of_another_run_of_the_same_name_are_neither_read_nor_kept_and_those_of_none_are_taken(
+    begin: Begin, store: MemoryStore, mirror: Mirror
 ) -> None:
-    began(store, tmp_path / "old", "old")
+    begin(run_id="old")
     mirror.follow("old")
-    follow(mirror, v(1))
+    follow(mirror, v(0))
     mirror.follow("new")
     assert mirror.version is None
     with pytest.raises(SnapshotError, match=r"is of another run 'run' \(id old\), this one has id new"):
-        mirror.stage(v(1))
-    new = began(store, tmp_path / "new", "new")
-    follow(mirror, v(1), new)
-    mirror.follow("new")
-    assert mirror.version == v(1)
-
-
-def test_a_version_that_names_no_run_is_taken_as_before(
-    store: MemoryStore, mirror: Mirror, tmp_path: Path
-) -> None:
-    trainer = began(store, tmp_path / "older", None)
-    mirror.follow("new")
-    follow(mirror, v(1), trainer)
+        mirror.stage(v(0))
+    for run_id in ("new", None):
+        mirror.follow("new")
+        store._objects.clear()
+        trainer = begin(run_id=run_id)
+        trainer.next(v(1))
+        follow(mirror, v(1), trainer)
+        mirror.follow("new")
+        assert mirror.version == v(1)
+        mirror.follow("another")

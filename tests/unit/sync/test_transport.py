@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import tracemalloc
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ import httpx
 import pytest
 from ports import answering, silent
 from ports import client as plain
+from raw_server import saying
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -97,11 +97,16 @@ def frames_of(peer: Peer, cut: int = 0) -> AsyncIterator[Ok | Wait]:
     return peer.stream("/stream", EvalRequest(version=Version(0, cut)), Ok | Wait)
 
 
-async def test_a_call_brings_the_answer() -> None:
+@pytest.fixture
+async def peer() -> AsyncIterator[Peer]:
     async with asking(Scripted()) as peer:
-        assert await peer.call("/x", REQUEST, Ok) == Ok()
-        assert await peer.call("/x", None, Ok) == Ok()
-        assert await peer.alive()
+        yield peer
+
+
+async def test_a_call_brings_the_answer(peer: Peer) -> None:
+    assert await peer.call("/x", REQUEST, Ok) == Ok()
+    assert await peer.call("/x", None, Ok) == Ok()
+    assert await peer.alive()
 
 
 @pytest.mark.parametrize(
@@ -123,22 +128,14 @@ async def test_what_a_page_in_a_browser_sends_to_loopback_is_refused(
     headers: dict[str, str], status: int
 ) -> None:
     with answering(Scripted().app) as url:
-        async with plain(headers={"authorization": "Bearer secret"}) as http:
-            for path in ("/x", "/health"):
-                assert (await http.get(url + path, headers=headers)).status_code == status
+        async with plain(base_url=url, headers={"authorization": "Bearer secret"} | headers) as http:
+            assert [(await http.get(path)).status_code for path in ("/x", "/health")] == [status] * 2
 
 
 async def test_a_server_for_other_machines_goes_by_any_name() -> None:
     app = Scripted().app
     async with plain(transport=httpx.ASGITransport(app), base_url="http://10.0.0.1") as http:
         assert (await http.get("/health", headers={"host": "node-1"})).status_code == 200
-
-
-async def test_a_full_peer_is_asked_again_when_it_said() -> None:
-    scripted = Scripted(refuse(429, "full", retry_after=0.01), refuse(503, "starting"))
-    async with asking(scripted) as peer:
-        assert await peer.call("/x", REQUEST, Ok) == Ok()
-    assert scripted.calls == 3
 
 
 @pytest.mark.parametrize(
@@ -153,7 +150,7 @@ async def test_a_peer_that_is_full_is_asked_again_within_a_minute_whatever_it_sa
     full.headers["retry-after"] = told
     async with asking(Scripted(full)) as peer:
         with pytest.raises(Overloaded) as caught:
-            await peer.once("/x", None, 5.0)
+            await peer.once("/x", None, 600.0)
     assert caught.value.retry_after == pause
 
 
@@ -170,12 +167,15 @@ async def test_a_peer_that_stays_full_says_so_to_either_client() -> None:
     assert scripted.calls == 6
 
 
-async def test_a_refusal_is_not_repeated() -> None:
-    scripted = Scripted(refuse(422, "start 0 must be at least 1"))
+async def test_a_full_peer_is_asked_again_when_it_said_and_one_that_refuses_is_not() -> None:
+    full = refuse(429, "full", retry_after=0.01), refuse(503, "starting")
+    scripted = Scripted(*full, Response(encode(Ok())), refuse(422, "start 0 must be at least 1"))
     async with asking(scripted) as peer:
+        assert await peer.call("/x", REQUEST, Ok) == Ok()
+        assert scripted.calls == 3
         with pytest.raises(RemoteError, match="422: start 0 must be at least 1"):
             await peer.call("/x", REQUEST, Ok)
-    assert scripted.calls == 1
+    assert scripted.calls == 4
 
 
 async def test_half_a_character_of_a_peer_or_of_user_code_can_be_written_down() -> None:
@@ -203,17 +203,12 @@ async def test_a_wrong_token_opens_nothing_but_health() -> None:
         assert await peer.alive()
 
 
-async def test_frames_arrive_whole_however_the_bytes_are_cut() -> None:
-    async with asking(Scripted()) as peer:
-        assert [message async for message in frames_of(peer)] == [Ok(), Wait()]
-
-
-async def test_a_stream_that_ends_inside_a_frame_is_a_loss() -> None:
-    async with asking(Scripted()) as peer:
-        frames = frames_of(peer, cut=2)
-        assert await anext(frames) == Ok()
-        with pytest.raises(Unreachable, match="in the middle of a frame"):
-            await anext(frames)
+async def test_frames_arrive_whole_however_the_bytes_are_cut_and_half_a_one_is_a_loss(peer: Peer) -> None:
+    assert [message async for message in frames_of(peer)] == [Ok(), Wait()]
+    frames = frames_of(peer, cut=2)
+    assert await anext(frames) == Ok()
+    with pytest.raises(Unreachable, match="in the middle of a frame"):
+        await anext(frames)
 
 
 def test_threads_that_call_at_once_share_one_event_loop_and_its_connections() -> None:
@@ -242,11 +237,9 @@ def test_a_client_that_is_collected_by_the_thread_of_a_loop_that_begins_waits_fo
 
 
 def test_the_blocking_client_takes_no_longer_than_it_was_given() -> None:
-    with silent() as url:
-        started = time.monotonic()
-        with pytest.raises(Unreachable, match=r"within 1 s \(\w*TimeoutError"):
-            BlockingPeer(url, timeout=60.0).call("/x", REQUEST, Ok, timeout=1.2)
-        assert time.monotonic() - started < 30
+    """Less than its own limit of each try, which no test waits for."""
+    with silent() as url, pytest.raises(Unreachable, match=r"within 1 s \(\w*TimeoutError"):
+        BlockingPeer(url, timeout=3600.0).call("/x", REQUEST, Ok, timeout=1.2)
 
 
 def test_the_blocking_client_asks_a_silent_peer_again() -> None:
@@ -284,14 +277,12 @@ def test_a_thread_that_asks_while_its_process_ends_is_told_so_and_prints_nothing
     assert ended.stderr == ""
 
 
-async def test_a_connection_without_traffic_is_probed() -> None:
-    async with asking(Scripted()) as peer:
-        await peer.once("/x", None, None)
-        assert peer._session is not None
-        ((protocol, _),) = next(iter(peer._session.connector._conns.values()))
-        connection = protocol.transport.get_extra_info("socket")
-        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+async def test_a_connection_without_traffic_is_probed(peer: Peer) -> None:
+    await peer.once("/x", None, None)
+    ((protocol, _),) = next(iter(peer._session.connector._conns.values()))
+    connection = protocol.transport.get_extra_info("socket")
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
 
 async def test_a_peer_that_answers_byte_by_byte_is_given_up_in_time_and_a_long_answer_is_not() -> None:
@@ -315,12 +306,9 @@ async def test_a_peer_that_answers_byte_by_byte_is_given_up_in_time_and_a_long_a
         assert len(await peer.once("/x", None, 0.8)) == 64 * SLOWEST + 3
 
 
-async def test_a_body_beyond_the_limit_is_refused() -> None:
-    with answering(Scripted().app) as url:
-        async with plain(headers={"authorization": "Bearer secret"}) as http:
-            answer = await http.post(url + "/x", content=encode(REQUEST) + b"\0" * 200)
-    assert answer.status_code == 413
-    assert "longer than 100 bytes" in answer.json()["error"]
+async def test_a_body_beyond_the_limit_is_refused(peer: Peer) -> None:
+    with pytest.raises(RemoteError, match=r"413: .*longer than 100 bytes"):
+        await peer.once("/x", encode(REQUEST) + b"\0" * 200, 60)
 
 
 def test_only_loopback_may_be_bound_without_a_token() -> None:
@@ -332,13 +320,13 @@ def test_only_loopback_may_be_bound_without_a_token() -> None:
             check_bind(host, None)
 
 
-async def test_calls_share_connections() -> None:
+async def test_calls_share_connections_until_the_client_is_closed() -> None:
     scripted = Scripted()
-    with answering(scripted.app) as url:
-        async with Peer(url, "secret") as peer:
-            for _ in range(5):
-                assert await asyncio.gather(*(peer.call("/x", REQUEST, Ok) for _ in range(20))) == [Ok()] * 20
-            assert len(scripted.clients) <= 20
+    async with asking(scripted) as peer:
+        for _ in range(5):
+            assert await asyncio.gather(*(peer.call("/x", REQUEST, Ok) for _ in range(20))) == [Ok()] * 20
+        assert len(scripted.clients) <= 20
+        await peer.aclose()
         with pytest.raises(Unreachable, match="is closed"):
             await peer.call("/x", REQUEST, Ok)
         assert not await peer.alive()
@@ -407,21 +395,14 @@ async def test_an_answer_is_read_up_to_its_limit(monkeypatch: pytest.MonkeyPatch
             await anext(frames_of(peer))
 
 
-async def test_only_answers_that_may_be_long_are_read_beyond_64_mib_and_none_is_copied() -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % ((1 << 26) + 1))
-        writer.close()
-
-    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
-    url = "http://127.0.0.1:{1}".format(*listening.sockets[0].getsockname())
-    async with listening, Peer(url) as peer:
+async def test_only_answers_that_may_be_long_are_read_beyond_64_mib_and_none_is_copied(peer: Peer) -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % ((1 << 26) + 1)
+    async with saying(head) as url, Peer(url) as long:
         with pytest.raises(RemoteError, match="more than 67108864 bytes: ask for fewer"):
-            await peer.call("/x", None, Ok, timeout=600.0)
+            await long.call("/x", None, Ok, timeout=600.0)
         with pytest.raises(Unreachable, match="ClientPayloadError"):  # read, and cut short
-            await peer.once("/x", None, 600.0)
-    async with asking(Scripted()) as peer:
-        assert isinstance(await peer.once("/x", None, 600.0), memoryview)
+            await long.once("/x", None, 600.0)
+    assert isinstance(await peer.once("/x", None, 600.0), memoryview)
 
 
 @pytest.mark.parametrize("listen", [bind_alone, join_port])

@@ -40,12 +40,9 @@ def test_a_message_survives_the_journey_bit_for_bit() -> None:
     assert received.spans[1].version == Version(1, 4)
 
 
-def test_another_message_is_refused_by_name() -> None:
+def test_another_message_or_schema_is_refused_by_name() -> None:
     with pytest.raises(WireError, match="is not a Generated"):
         decode(encode(Wait()), Generated)
-
-
-def test_another_schema_is_refused() -> None:
     with pytest.raises(WireError, match=f"schema {SCHEMA + 1}"):
         decode(encode(Ok(schema=SCHEMA + 1)), Ok)
 
@@ -56,29 +53,21 @@ def test_garbage_is_refused_with_one_error(body: bytes) -> None:
         decode(body, Generated)
 
 
-@given(st.integers(0, 400))
-def test_a_cut_message_is_refused(length: int) -> None:
+def test_a_cut_message_is_refused() -> None:
     body = encode(SENT)
-    with pytest.raises(WireError):
-        decode(body[: min(length, len(body) - 1)], Generated)
+    for length in range(len(body)):
+        with pytest.raises(WireError):
+            decode(body[:length], Generated)
 
 
-@pytest.mark.parametrize("dtype", ["u1", "i4", "i8", "f2", "f4"])
-def test_arrays_of_every_dtype_come_back_equal(dtype: str) -> None:
-    values = np.arange(12).reshape(3, 4).astype(dtype)
-    message = pack(values)
-    assert message.dtype == dtype
-    assert np.array_equal(unpack(message), values)
-
-
-def test_bfloat16_travels_as_its_bits() -> None:
-    bits = np.array([0x3F80, 0x7FC1, 0x8000], np.uint16)
-    assert np.array_equal(unpack(pack(bits, "bf16")), bits)
-
-
-def test_an_array_is_sent_row_by_row_whatever_its_memory_order() -> None:
-    values = np.arange(6, dtype=np.int32).reshape(2, 3)
-    assert np.array_equal(unpack(pack(values.T)), values.T)
+@pytest.mark.parametrize("dtype", ["u1", "i4", "i8", "f2", "f4", "bf16"])
+def test_arrays_of_every_dtype_come_back_equal_whatever_their_memory_order(dtype: str) -> None:
+    """Those of bfloat16 as their bits."""
+    values = np.arange(12).reshape(3, 4).astype("u2" if dtype == "bf16" else dtype)
+    for array in (values, values.T):
+        message = pack(array, dtype if dtype == "bf16" else None)
+        assert message.dtype == dtype
+        assert np.array_equal(unpack(message), array)
 
 
 @pytest.mark.parametrize(

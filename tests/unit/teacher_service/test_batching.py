@@ -15,7 +15,6 @@ import pytest
 from table_engine import GatedEngine, TableEngine, random_table
 
 from sync.base.errors import DataError, Overloaded, TooLarge, Unreachable
-from sync.wire import Head
 from teacher_service import batching
 from teacher_service.batching import Batcher, Metrics, Outcome, Work, split
 from teacher_service.engines.base import (
@@ -44,9 +43,6 @@ class RecordingEngine(GatedEngine):
         if any(item.token_ids_L[0] == POISON for item in items):
             raise self.error
         return scores
-
-    def head(self) -> Head | None:
-        return None
 
 
 def item(length: int, fill: int = 1) -> Item:
@@ -100,13 +96,14 @@ async def busy(batcher: Batcher, engine: RecordingEngine) -> Request:
     return request
 
 
-async def test_sequences_of_several_callers_share_batches_up_to_the_budget() -> None:
+async def test_sequences_share_batches_up_to_the_budget_and_a_longer_one_is_computed_alone() -> None:
     async with running(RecordingEngine(), batch_tokens=30) as (engine, batcher):
         first = await busy(batcher, engine)
         requests = [submit(batcher, [item(12), item(10)]) for _ in range(3)]
+        requests.append(submit(batcher, [item(50), item(3)]))
         engine.gate.set()
         await all_done(first, *requests)
-    assert [lengths for _, lengths in engine.batches] == [[2], [12, 10], [12, 10], [12, 10]]
+    assert [lengths for _, lengths in engine.batches] == [[2], [12, 10], [12, 10], [12, 10], [50], [3]]
 
 
 async def test_different_options_are_not_mixed_and_the_oldest_goes_first() -> None:
@@ -116,12 +113,6 @@ async def test_different_options_are_not_mixed_and_the_oldest_goes_first() -> No
         engine.gate.set()
         await all_done(first, *requests)
     assert engine.batches[1:] == [(ScoreOptions(topk=2), [3, 3]), (ScoreOptions(topk=1), [3, 3])]
-
-
-async def test_a_sequence_longer_than_the_budget_is_computed_alone() -> None:
-    async with running(RecordingEngine(), batch_tokens=10) as (engine, batcher):
-        await submit(batcher, [item(50), item(3)]).done()
-    assert [lengths for _, lengths in engine.batches] == [[50], [3]]
 
 
 async def test_a_full_queue_says_when_to_come_back_and_takes_work_again_after_release() -> None:

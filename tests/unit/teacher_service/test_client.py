@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,27 +30,21 @@ async def test_what_a_teacher_did_is_counted_and_a_refused_sequence_costs_no_oth
         assert (counted.requests, counted.sequences, counted.tokens, counted.refused) == (11, 31, 182, 1)
 
 
-async def test_a_process_that_is_gone_is_reported_at_once_and_left_to_the_others() -> None:
-    engine = GatedEngine(TABLE)
-    with refusing() as gone:
-        async with serving(engine) as url, TeacherClient("t", [gone, url]) as client:
-            with pytest.raises(Unreachable):
-                await client.score(sequences(1))
-            assert client.pause == 0.0, "the other may be asked"
-            assert (await client.score(sequences(1))).server == url
-    assert engine.sequences == 1
-
-
-async def test_a_process_that_hangs_with_a_request_is_reported_after_two_polls_of_its_health(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("process", "error"), [(refusing, Unreachable), (silent, client_module.Stalled)])
+async def test_a_process_that_is_gone_or_hangs_is_reported_and_its_work_left_to_the_others(
+    process: Any, error: type[Unreachable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A peer that accepts connections and sends nothing, as a stopped process does."""
+    """The one at once, the other after two polls of its health."""
     monkeypatch.setattr(client_module, "HEALTH_SECONDS", 0.1)
-    with silent() as mute:
-        async with serving(GatedEngine(TABLE)) as url, TeacherClient("t", [mute, url]) as client:
-            with pytest.raises(Unreachable, match="holds a request and does not answer /health"):
+    engine = GatedEngine(TABLE)
+    with process() as mute:
+        async with serving(engine) as url, TeacherClient("t", [mute, url]) as client:
+            with pytest.raises(Unreachable) as caught:
                 await client.score(sequences(2))
+            assert type(caught.value) is error
+            assert client.pause == 0.0, "the other may be asked"
             assert (await client.score(sequences(2))).server == url
+    assert engine.sequences == 2
 
 
 async def test_several_messages_that_take_too_long_are_too_large_and_one_is_unreachable() -> None:
@@ -92,20 +87,22 @@ async def test_a_process_that_is_left_out_gets_nothing_until_none_is_left() -> N
 async def test_a_process_with_another_model_is_unreachable_while_there_is_one_with_the_right_one() -> None:
     engines, port = [GatedEngine(TABLE) for _ in range(3)], free_port()
     moving = f"http://127.0.0.1:{port}"
-    async with serving(engines[0]) as steady, TeacherClient("t", [moving, steady]) as client:
+    why = "answers with model other, and table was checked"
+    async with (
+        serving(engines[0]) as steady,
+        TeacherClient("t", [moving, steady]) as client,
+        TeacherClient("t", [moving]) as alone,
+    ):
         async with serving(engines[1], port=port):
             await client.info()
+            await alone.info()
         async with serving(engines[2], port=port, model="other"):
-            with pytest.raises(Unreachable, match="answers with model other, and table was checked"):
+            with pytest.raises(Unreachable, match=why):
                 await client.score(sequences(1))
             for _ in range(4):
                 assert (await client.score(sequences(1))).server == steady
-    async with TeacherClient("t", [moving]) as client:
-        async with serving(engines[1], port=port):
-            await client.info()
-        async with serving(engines[2], port=port, model="other"):
-            for ask in (client.score(sequences(1)), client.head()):
-                with pytest.raises(WrongServer, match="answers with model other, and table was checked"):
+            for ask in (alone.score(sequences(1)), alone.head()):
+                with pytest.raises(WrongServer, match=why):
                     await ask
 
 
@@ -126,22 +123,15 @@ async def test_a_teacher_that_follows_a_run_serves_that_run_alone() -> None:
                 assert right(sequences(2), (await client.score(sequences(2))).results)
 
 
-async def test_replicas_that_are_not_the_same_teacher_are_refused() -> None:
-    async with serving(GatedEngine(TABLE)) as one, serving(GatedEngine(TABLE), model="other") as two:
-        async with TeacherClient("t", [one]) as client:
-            assert (await client.info()).vocab_size == V
-            np.testing.assert_array_equal(unpack((await client.head()).weight), TABLE.T)
+async def test_replicas_are_the_same_teacher_and_may_differ_in_the_length_that_their_memory_takes() -> None:
+    long, short, other = (GatedEngine(TABLE, length) for length in (3072, 2048, 3072))
+    async with serving(long) as one, serving(short) as two, serving(other, model="other") as three:
         async with TeacherClient("t", [one, two]) as client:
+            info = await client.info()
+            assert (info.vocab_size, info.max_length) == (V, 2048)
+            np.testing.assert_array_equal(unpack((await client.head()).weight), TABLE.T)
+        async with TeacherClient("t", [one, three]) as client:
             with pytest.raises(ConfigError, match="differ"):
                 await client.info()
-
-
-async def test_replicas_may_differ_in_the_length_that_their_memory_takes() -> None:
-    long, short = GatedEngine(TABLE, 3072), GatedEngine(TABLE, 2048)
-    async with serving(long) as one, serving(short) as two, TeacherClient("t", [one, two]) as client:
-        assert (await client.info()).max_length == 2048
-
-
-def test_a_teacher_without_urls_is_refused() -> None:
     with pytest.raises(ConfigError, match="no urls"):
         TeacherClient("t", [])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import msgspec
 import numpy as np
 import pytest
-from fuzz import fuzz
+from fuzz import Request, fuzz
 from msgspec.structs import replace
 from ports import client
 from served_teacher import serving
@@ -30,15 +31,13 @@ async def url() -> AsyncIterator[str]:
         yield url
 
 
-async def generated(url: str, request: TeacherGenerateRequest) -> httpx.Response:
+async def generated(url: str, **change: Any) -> httpx.Response:
     async with client(base_url=url) as http:
-        return await http.post("/v1/generate", content=encode(request))
+        return await http.post("/v1/generate", content=encode(replace(GOOD, **change)))
 
 
 @pytest.mark.parametrize("good", [SCORED, GOOD], ids=["score", "generate"])
-async def test_malformed_requests_of_each_route_are_refused_with_a_reason(
-    url: str, good: ScoreRequest | TeacherGenerateRequest
-) -> None:
+async def test_malformed_requests_of_each_route_are_refused_with_a_reason(url: str, good: Request) -> None:
     statuses, unexplained = await fuzz(url, 800, good)
     assert unexplained == []
     assert statuses[400] > 150
@@ -46,10 +45,7 @@ async def test_malformed_requests_of_each_route_are_refused_with_a_reason(
 
 
 async def test_a_route_that_breaks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(*_: object, **__: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(messages, "read_generate", careless)
+    monkeypatch.setattr(messages, "read_generate", lambda *_, **__: 1 / 0)
     async with serving(TableEngine(random_table(V), max_length=64)) as url:
         with pytest.raises(AssertionError):
             await fuzz(url, 20, GOOD)
@@ -67,17 +63,13 @@ async def test_a_route_that_breaks_is_noticed(monkeypatch: pytest.MonkeyPatch) -
         ({"temperature": -1.0}, 422, r"temperature is -1.0"),
         ({"stop_token_ids": [V]}, 422, "stop id 11 is outside the vocabulary of"),
         ({"deadline": float("nan")}, 422, "deadline is nan"),
-        (
-            {"prompts": [TeacherPrompt("a", IDS, 1)] * 200, "max_tokens": 9},
-            413,
-            "2400 tokens pass queue_tokens",
-        ),
+        ({"prompts": GOOD.prompts * 100, "max_tokens": 9}, 413, "2400 tokens pass queue_tokens"),
     ],
 )
 async def test_a_request_to_generate_that_cannot_be_served_is_refused_as_a_whole(
     url: str, change: dict[str, object], status: int, reason: str
 ) -> None:
-    answer = await generated(url, replace(GOOD, **change))
+    answer = await generated(url, **change)
     assert answer.status_code == status
     assert reason in answer.json()["error"]
 
@@ -97,7 +89,7 @@ async def test_a_request_to_generate_that_cannot_be_served_is_refused_as_a_whole
 async def test_a_prompt_that_cannot_be_completed_is_refused_alone(
     url: str, prompt: TeacherPrompt, reason: str
 ) -> None:
-    answer = await generated(url, replace(GOOD, prompts=[GOOD.prompts[0], prompt]))
+    answer = await generated(url, prompts=[GOOD.prompts[0], prompt])
     assert answer.status_code == 200
     completed, refused = msgspec.msgpack.decode(answer.content)["results"]
     assert completed["type"] == "TeacherCompletion"

@@ -152,12 +152,14 @@ def test_heads_with_cap_bias_or_scale_are_reproduced(head: str) -> None:
     check_against_plain(model, TransformersEngine(model, VOCAB), 2e-5)
 
 
-def test_a_head_that_is_not_linear_is_refused() -> None:
+def test_a_length_beyond_the_models_own_and_a_head_that_is_not_linear_are_refused() -> None:
     class Squashed(torch.nn.Linear):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return super().forward(hidden.sin())
 
     model = small("Qwen3", {"tie_word_embeddings": False})
+    with pytest.raises(ConfigError, match=r"65 is beyond the model.s own limit of 64"):
+        TransformersEngine(model, VOCAB, TeacherConfig(path="m", max_length=65))
     model.lm_head = Squashed(32, PADDED, bias=False)
     with pytest.raises(ConfigError, match="not reproduced"):
         TransformersEngine(model, VOCAB)
@@ -179,11 +181,6 @@ def test_bfloat16_hidden_states_travel_as_their_bits(qwen: Any) -> None:
 def widen(bits: np.ndarray) -> np.ndarray:
     """float32 of bfloat16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def test_a_length_beyond_the_models_own_is_refused(qwen: Any) -> None:
-    with pytest.raises(ConfigError, match=r"65 is beyond the model.s own limit of 64"):
-        TransformersEngine(qwen, VOCAB, TeacherConfig(path="m", max_length=65))
 
 
 @pytest.mark.parametrize("routed", [False, True], ids=["parameters", "buffers"])
@@ -271,11 +268,10 @@ def test_tokens_are_drawn_as_often_as_the_model_says(qwen: Qwen3ForCausalLM) -> 
         prompts = [EnginePrompt(prompt, seed) for seed in range(count)]
         completions = completions_of(engine, prompts, base.GenerationParams(1, temperature, ()))
         counts = np.bincount([one.token_ids_T[0] for one in completions], minlength=VOCAB)
-        with torch.inference_mode():
-            logits = qwen(input_ids=torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1, :VOCAB]
-        p_V = (logits.double() / temperature).softmax(-1).numpy()
+        (logp_V,) = plain_logprobs(qwen, Item(np.append(prompt, 0), len(prompt)), temperature)
+        p_V = np.exp(logp_V)
         assert (np.abs(counts / count - p_V) < 5 * np.sqrt(p_V / count) + 1e-3).all()
-        close(completions[0].logprob_T, np.log(p_V[completions[0].token_ids_T]).astype(np.float32))
+        close(completions[0].logprob_T, logp_V[completions[0].token_ids_T])
 
 
 def test_a_draw_at_the_edges_takes_no_id_of_probability_zero() -> None:
@@ -323,15 +319,14 @@ def test_a_head_without_its_model_is_the_head_of_the_model(kind: str, tmp_path: 
     assert len(head.weight_VH) == VOCAB
 
 
-def test_precision_is_the_checkpoints_unless_another_is_named(tmp_path: Path) -> None:
+def test_precision_is_the_checkpoints_unless_another_is_named_and_a_folder_without_one_is_refused(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="must be readable here, also when a server computes"):
+        load_head(TeacherConfig(path=str(tmp_path)), VOCAB, CPU)
     small("Qwen3", {}).to(torch.bfloat16).save_pretrained(tmp_path)
     for named, dtype in (({}, torch.bfloat16), ({"dtype": "float32"}, torch.float32)):
         assert load_head(TeacherConfig(path=str(tmp_path), **named), VOCAB, CPU)[1] == dtype
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must be readable here, also when a server computes"):
-        load_head(TeacherConfig(path=str(tmp_path)), VOCAB, CPU)
 
 
 def test_logits_of_bf16_states_are_rounded_as_a_models_own_unless_the_head_is_exact() -> None:
@@ -346,20 +341,15 @@ def test_logits_of_bf16_states_are_rounded_as_a_models_own_unless_the_head_is_ex
 
 
 @pytest.mark.parametrize(("width", "k"), [(37, 37), (37, 1), (519, 64), (520, 64), (4096, 64), (4103, 64)])
-def test_the_largest_of_each_row_are_those_of_topk(width: int, k: int) -> None:
-    values = torch.stack([torch.randperm(width) for _ in range(9)]).float()
-    top, places = largest(values, k)
-    expected = values.topk(k, dim=1)
-    assert torch.equal(top, expected.values)
-    assert torch.equal(places, expected.indices)
-
-
-def test_of_equal_values_the_largest_are_different_places() -> None:
-    values = torch.randint(3, (9, 600)).float()
-    top, places = largest(values, 64)
-    assert torch.equal(top, values.topk(64, dim=1).values)
-    assert torch.equal(values.gather(1, places), top)
-    assert all(len(set(row)) == 64 for row in places.tolist())
+def test_the_largest_of_each_row_are_those_of_topk_in_different_places(width: int, k: int) -> None:
+    """Also of equal values, where topk's places are others."""
+    different, equal = torch.stack([torch.randperm(width) for _ in range(9)]), torch.randint(3, (9, width))
+    assert torch.equal(largest(different.float(), k)[1], different.topk(k, dim=1).indices)
+    for values in (different.float(), equal.float()):
+        top, places = largest(values, k)
+        assert torch.equal(top, values.topk(k, dim=1).values)
+        assert torch.equal(values.gather(1, places), top)
+        assert all(len(set(row)) == k for row in places.tolist())
 
 
 @pytest.mark.parametrize("width", [1, CPU_COLUMNS, CPU_COLUMNS + 1, 3 * CPU_COLUMNS])

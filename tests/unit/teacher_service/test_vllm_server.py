@@ -112,19 +112,15 @@ def scored(engine: VllmEngine, **options: Any) -> None:
     ids=str,
 )
 def test_hidden_states_of_a_server_give_the_tables_scores(options: dict[str, Any]) -> None:
-    engine = connected(Server())
-    scored(engine, **options)
-    np.testing.assert_array_equal(unpack(engine.head().weight), TABLE.T)
-    engine.close()
-
-
-def test_states_are_asked_for_as_token_ids_without_normalisation() -> None:
-    """And as their bits, not as JSON's decimals."""
+    """They are asked for as token ids without normalisation, and as their bits, not as JSON's decimals."""
     server = Server()
-    scored(connected(server))
+    engine = connected(server)
+    scored(engine, **options)
     asked = {"model": "m", "input": [[1, 2, 3, 4], [10, 0]], "use_activation": False}
     raw = {"encoding_format": "bytes_only", "embed_dtype": "float32", "endianness": "little"}
     assert server.bodies[-1].items() >= (asked | raw).items()
+    np.testing.assert_array_equal(unpack(engine.head().weight), TABLE.T)
+    engine.close()
 
 
 def test_bfloat16_states_arrive_as_their_bits() -> None:
@@ -139,19 +135,18 @@ def test_what_a_teacher_gives_follows_from_the_servers_it_has() -> None:
     assert "generate" in connected(Server(), Server()).engine_info.can
 
 
-def test_a_server_that_does_not_answer_is_unreachable_and_no_fault_of_a_sequence() -> None:
+def test_a_server_is_waited_for_at_the_start_later_unreachable_and_held_to_a_state_for_each_token() -> None:
     server = Server()
+    server.fail = 3
     engine = connected(server)
+    scored(engine)
     server.fail = 1
     with pytest.raises(Unreachable, match="answered 503"):
         engine.score(ITEMS, base.ScoreOptions())
     scored(engine)
-
-
-def test_a_server_that_is_still_starting_is_waited_for() -> None:
-    server = Server()
-    server.fail = 3
-    scored(connected(server))
+    server.dropped = 1
+    with pytest.raises(DataError, match="leaves tokens out"):
+        engine.score(ITEMS, base.ScoreOptions())
 
 
 @pytest.mark.parametrize(
@@ -170,14 +165,6 @@ def test_a_server_that_cannot_serve_this_teacher_is_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=why):
         states(Server(**serves), **asked)
-
-
-def test_states_of_fewer_tokens_are_not_taken_for_those_of_all() -> None:
-    server = Server()
-    engine = connected(server)
-    server.dropped = 1
-    with pytest.raises(DataError, match="leaves tokens out"):
-        engine.score(ITEMS, base.ScoreOptions())
 
 
 PROMPTS = [base.EnginePrompt(np.array([1, 2], np.int32), 7), base.EnginePrompt(np.array([4], np.int32), 8)]
