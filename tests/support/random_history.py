@@ -6,8 +6,10 @@ import asyncio
 import copy
 import dataclasses
 import errno
+import os
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +67,38 @@ def seen(state: RunState) -> dict[str, Any]:
     return copy.deepcopy(fields)
 
 
+def lived(folder: Path, seed: int, rules: Rules, events: int, after: Any = None, of: Any = None) -> History:
+    """A history of so many events, committed and closed; `after`: awaited behind each, `of`: its class."""
+
+    async def live() -> History:
+        history: History = (of or History)(folder, seed, rules)
+        for _ in range(events):
+            await history.event()
+            if after is not None:
+                await after(history)
+        await history.record.store.commit()
+        history.record.store.close()
+        return history
+
+    return asyncio.run(live())
+
+
 def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {name: (one[name], other[name]) for name in one if one[name] != other[name]}
+
+
+class FullDisk:
+    """Takes `room` bytes of arrays, and part of what it is given last."""
+
+    def __init__(self, room: int, write: Callable[[int, memoryview], int] = os.write) -> None:
+        self.room, self._write = room, write
+
+    def __call__(self, file: int, data: memoryview) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = self._write(file, data[: self.room])
+        self.room -= count
+        return count
 
 
 class History:
@@ -197,16 +229,8 @@ class History:
         store = self.record.store
         await store.commit()
         room, write = self.rng.randint(0, 300), store._write
-
-        def cut(file: int, data: memoryview) -> int:
-            nonlocal room
-            if room == 0:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            room -= (count := write(file, data[:room]))
-            return count
-
         if self.rng.random() < 0.5:
-            store._write = cut
+            store._write = FullDisk(room, write)
         else:
             (pages,) = store.connection.execute("PRAGMA page_count").fetchone()
             store.connection.execute(f"PRAGMA max_page_count = {pages}")

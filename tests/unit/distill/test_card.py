@@ -15,7 +15,6 @@ import huggingface_hub.constants
 import pytest
 from command import left
 from huggingface_hub import ModelCard
-from memory_store import MemoryStore
 from ports import Handler, served
 from small_config import make_config
 from typer.testing import CliRunner
@@ -216,10 +215,7 @@ def finished(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(config.model_dump_json())
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
-    sound, store = MemoryStore(), DirectoryStore(folder / "store")
-    hostile_store.publish(sound, tmp_path / "model", versions=2)
-    for key in sound.list(""):
-        store.create(key, sound.read(key))
+    hostile_store.publish(DirectoryStore(folder / "store"), tmp_path / "model", versions=2)
     return folder
 
 
@@ -232,22 +228,23 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
         yield hub
 
 
-def test_an_export_has_a_card_and_uploads_nothing(finished: Path, tmp_path: Path) -> None:
-    assert CliRunner().invoke(app, ["export", str(finished), str(tmp_path / "out")]).exit_code == 0
-    card = ModelCard.load(tmp_path / "out/README.md")
-    assert "| version | L000-v00000001, of 6 steps |" in card.text
-    assert "| reverse KL, nats per token | 1.250 ± 0.020 | – |" in card.text, "that version was not evaluated"
-
-
-def test_an_export_is_uploaded_and_an_existing_model_is_asked_for_by_name(
+def test_an_export_has_a_card_and_is_uploaded_if_asked_and_an_existing_model_is_asked_for_by_name(
     finished: Path, tmp_path: Path, hub: ModelHub
 ) -> None:
+    push = "--push-to-hub", "acme/new"
+
     def export(target: str, *words: str, answer: str = "") -> tuple[int, str]:
-        arguments = ["export", str(finished), str(tmp_path / target), "--push-to-hub", "acme/new", *words]
+        arguments = ["export", str(finished), str(tmp_path / target), *words]
         result = CliRunner().invoke(app, arguments, input=answer)
         return result.exit_code, f"{result.output}{result.exception}"
 
-    status, said = export("one", "--private")
+    assert export("out")[0] == 0
+    card = ModelCard.load(tmp_path / "out/README.md")
+    assert "| version | L000-v00000001, of 6 steps |" in card.text
+    assert "| reverse KL, nats per token | 1.250 ± 0.020 | – |" in card.text, "that version was not evaluated"
+    assert hub.created == []
+
+    status, said = export("one", *push, "--private")
     assert (status, hub.created[0]["visibility"]) == (0, "private"), said
     assert f"uploaded: {hub.url}/acme/new/commit/" in said
     uploaded = hub.models["acme/new"]
@@ -256,11 +253,11 @@ def test_an_export_is_uploaded_and_an_existing_model_is_asked_for_by_name(
     assert b'from_pretrained("acme/new"' in uploaded["README.md"]
 
     for target, answer in (("two", "acme/old\n"), ("three", "")):
-        status, said = export(target, answer=answer)
+        status, said = export(target, *push, answer=answer)
         assert "names a model that exists" in said
         assert status != 0
         assert not (tmp_path / target).exists()
-    status, said = export("four", "--version", "L000-v00000000", answer="acme/new\n")
+    status, said = export("four", *push, "--version", "L000-v00000000", answer="acme/new\n")
     assert status == 0, said
     assert b"| version | L000-v00000000, of 6 steps |" in hub.models["acme/new"]["README.md"]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -27,7 +27,7 @@ from fault_kinds import INJECT, targets
 from faults import CUT, MALFORMED, MALFORMED_BYTES, Relay, Relays, malformed, put_between
 from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
 from kill_target import CONTROLLER, KillTarget, processor_seconds
-from ports import Handler, free_port, served
+from ports import PATIENCE, Handler, free_port, served
 from recorded import rows_of
 from small_config import make_config
 from typer.testing import CliRunner
@@ -57,46 +57,41 @@ class Chaos:
         self._kills = kills
         self.replicas = {name: MemoryReplica(seed=i, token_seconds=0.0005) for i, name in enumerate("ab")}
         self.teacher = MemoryTeacher()
-        self._control()
-        self.trainer = MemoryTrainer(self.controller.session, ranks=2, checkpoint_every=3, step_seconds=0.002)
-        self._train()
+        none: Any = None
+        self.trainer = MemoryTrainer(none, ranks=2, checkpoint_every=3, step_seconds=0.002)
+        self._begin()
 
-    def _control(self) -> None:
+    def _begin(self) -> None:
         self.controller = self._build(self._config, replicas=self.replicas, teachers={"t": self.teacher})
         self.controller.pool.retry_seconds = 0.02
         self._running = asyncio.create_task(self.controller.run())
-
-    def _train(self) -> None:
         self.trainer.session = self.controller.session
         self._training = asyncio.create_task(self.trainer.run())
 
-    async def _kill_trainer(self) -> None:
-        await cancel([self._training])
-        self._train()
-
-    async def _kill_controller(self) -> None:
-        await cancel([self._training, self._running])
-        self._control()
-        self._train()
-
-    async def _kill_replica(self) -> None:
-        replica = self._rng.choice(list(self.replicas.values()))
-        replica.die()
-        await asyncio.sleep(0.01)
-        replica.revive()
-
-    async def _kill_teacher(self) -> None:
-        self.teacher.up = False
-        await asyncio.sleep(0.005)
-        self.teacher.up = True
+    async def _kill(self, part: str) -> None:
+        match part:
+            case "trainer":
+                await cancel([self._training])
+                self._training = asyncio.create_task(self.trainer.run())
+            case "controller":
+                await cancel([self._training, self._running])
+                self._begin()
+            case "replica":
+                replica = self._rng.choice(list(self.replicas.values()))
+                replica.die()
+                await asyncio.sleep(0.01)
+                replica.revive()
+            case "teacher":
+                self.teacher.up = False
+                await asyncio.sleep(0.005)
+                self.teacher.up = True
 
     async def run(self) -> dict:
-        kills = [self._kill_trainer, self._kill_controller, self._kill_replica, self._kill_teacher]
         for _ in range(self._kills):
             await asyncio.sleep(self._rng.uniform(0.0, 0.04))
             if self._training.done():
                 break
-            await self._rng.choice(kills)()
+            await self._kill(self._rng.choice(["trainer", "controller", "replica", "teacher"]))
         async with asyncio.timeout(600):
             await self._training
             return await self._running
@@ -135,7 +130,7 @@ class Server(Handler):
     def do_GET(self) -> None:
         if self.path == "/slow":
             self.asked.set()
-            self.gate.wait(20)
+            self.gate.wait(PATIENCE)
         self.answer(200, b"short" if self.path == "/short" else BODY)
 
     do_POST = do_GET
@@ -178,13 +173,13 @@ def relayed(folder: Path) -> Iterator[tuple[str, type[Server]]]:
 async def test_a_request_under_way_is_cut_and_the_next_one_passes(tmp_path: Path) -> None:
     with relayed(tmp_path) as (url, server):
         async with Peer(url) as peer:
-            asked = asyncio.create_task(peer.once("/slow", b"", 20))
-            await asyncio.to_thread(server.asked.wait, 20)
+            asked = asyncio.create_task(peer.once("/slow", b"", PATIENCE))
+            await asyncio.to_thread(server.asked.wait, PATIENCE)
             (tmp_path / f"teacher-a.b.{CUT}").touch()
             with pytest.raises(Unreachable, match=r"ServerDisconnectedError|ClientOSError"):
                 await asked
             await asyncio.to_thread(until, lambda: not (tmp_path / f"teacher-a.b.{CUT}").exists())
-            assert await peer.once("/", None, 20) == BODY
+            assert await peer.once("/", None, PATIENCE) == BODY
 
 
 def test_one_long_answer_arrives_malformed_with_its_length_and_headers(tmp_path: Path) -> None:
@@ -229,7 +224,7 @@ for started in [subprocess.Popen(guardian, pass_fds=[pipe]) for guardian in guar
 
 
 def test_a_process_that_a_killed_server_leaves_behind_does_not_replace_it(tmp_path: Path) -> None:
-    with KillTarget([sys.executable, "-c", LAUNCHER, "student-0"], tmp_path, timeout=60.0) as target:
+    with KillTarget([sys.executable, "-c", LAUNCHER, "student-0"], tmp_path, timeout=PATIENCE) as target:
         target.start()
         target.wait(lambda: any("600" in one.cmdline() for one in target.below()), "the server's engine")
         server = next(iter(target.processes()))
@@ -244,7 +239,7 @@ def test_a_process_that_a_killed_server_leaves_behind_does_not_replace_it(tmp_pa
 
 def test_workers_of_rewards_are_not_among_the_roles_whose_work_is_waited_for(tmp_path: Path) -> None:
     launcher = [sys.executable, "-c", LAUNCHER, "student-0", "rewards"]
-    with KillTarget(launcher, tmp_path, timeout=60.0) as target:
+    with KillTarget(launcher, tmp_path, timeout=PATIENCE) as target:
         target.start()
         target.wait(lambda: len(target.processes()) == 2, "both servers")
         assert target.roles() == ["student-0"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,12 +52,27 @@ def test_the_record_of_full_inline_is_mostly_hidden_states(model: Path, config: 
     assert disk.bytes_per_token(topk) == 12 + 4 + 8 * (4 + 2), "ids, log-probabilities, entropy"
 
 
-def test_what_is_needed_at_once_is_checkpoints_versions_and_mirrors(model: Path, config: Any) -> None:
-    found = disk.estimate(configured(model, config))
-    model_bytes, checkpoint = 2 * PARAMETERS, (2 + 4 + 4 + 4) * PARAMETERS
-    assert found.checkpoint == checkpoint
-    store, mirrors, anchor_and_final = 3 * (1 + 4), 2 * (3 + 1), 2
-    assert found.fixed == 3 * checkpoint + (store + mirrors + anchor_and_final) * model_bytes
+MIRRORS, ANCHOR_AND_FINAL = 2 * (3 + 1), 2
+BROADCASTS, BUCKET = {"transport": "broadcast"}, {"store": {"type": "bucket", "bucket": "a/b"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "store"),
+    [
+        ({}, 3 * (1 + 4)),
+        ({"weights": BROADCASTS, "evaluation": {"every": 0}}, 2 + 1),
+        ({"weights": BROADCASTS, "evaluation": {"every": 20}}, 2 + 7),
+        ({"weights": BUCKET}, 0),
+    ],
+    ids=["deltas", "broadcasts", "broadcasts, of which some are evaluated", "elsewhere"],
+)
+def test_what_is_needed_at_once_is_checkpoints_versions_and_mirrors(
+    model: Path, config: Any, sections: dict[str, Any], store: int
+) -> None:
+    found = disk.estimate(configured(model, config, **sections))
+    checkpoint = (2 + 4 + 4 + 4) * PARAMETERS
+    versions = (store + MIRRORS + ANCHOR_AND_FINAL) * 2 * PARAMETERS
+    assert (found.checkpoint, found.fixed, found.store) == (checkpoint, 3 * checkpoint + versions, 0)
 
 
 def published(model: Path, config: Any, **sections: Any) -> float:
@@ -69,33 +84,17 @@ def published(model: Path, config: Any, **sections: Any) -> float:
 def test_with_lora_versions_and_mirrors_are_adapters(model: Path, config: Any) -> None:
     width, inner = WIDTH, 11008  # of transformers' default Llama, of 32 layers
     adapters = 2 * 4 * 32 * (4 * (width + width) + 3 * (width + inner))
-    mirrors, anchor_and_final = 2 * (3 + 1), 2
     lora = {"lora": {"rank": 4}}
     for weights, store in (({}, 2 + 140), ({"publish_every": 4, "keep_anchors": 1}, 1 + 35)):
         found = published(model, config, trainer=lora, weights=weights) / adapters
-        assert found == store + mirrors + anchor_and_final, "anchors kept, and 70 minutes of 30 s"
+        assert found == store + MIRRORS + ANCHOR_AND_FINAL, "anchors kept, and 70 minutes of 30 s"
     few = published(model, config, trainer=lora, run={"name": "x", "folder": str(model), "steps": 5})
-    assert few == (1 + 5 + 1 + mirrors + anchor_and_final) * adapters, "first, each step's, and the last"
+    assert few == (1 + 5 + 1 + MIRRORS + ANCHOR_AND_FINAL) * adapters, "first, each step's, and the last"
     assert disk.estimate(configured(model, config, trainer=lora)).checkpoint == 2 * PARAMETERS
 
 
-@pytest.mark.parametrize(("every", "store"), [(0, 2 + 1), (20, 2 + 7)])
-def test_with_broadcasts_the_store_has_the_versions_that_are_evaluated(
-    model: Path, config: Any, every: int, store: int
-) -> None:
-    weights, mirrors, anchor_and_final = {"transport": "broadcast"}, 2 * (3 + 1), 2
-    found = published(model, config, weights=weights, evaluation={"every": every})
-    assert found == (store + mirrors + anchor_and_final) * 2 * PARAMETERS
-
-
-def test_versions_in_a_bucket_take_no_disk(model: Path, config: Any) -> None:
-    weights, mirrors, anchor_and_final = {"store": {"type": "bucket", "bucket": "a/b"}}, 2 * (3 + 1), 2
-    assert published(model, config, weights=weights) == (mirrors + anchor_and_final) * 2 * PARAMETERS
-    assert disk.estimate(configured(model, config, weights=weights)).store == 0
-
-
 @pytest.mark.parametrize("kind", ["directory", "xet"])
-def test_versions_of_a_local_store_are_counted_on_the_disk_of_its_path(
+def test_versions_of_a_local_store_are_counted_on_the_disk_of_its_path_and_one_too_small_is_refused(
     model: Path, config: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model.parent / "apart" / "store"
@@ -107,12 +106,14 @@ def test_versions_of_a_local_store_are_counted_on_the_disk_of_its_path(
     apart = disk.estimate(settings)
     assert (apart.fixed, apart.store) == (inside.fixed - versions, versions)
     assert "disk of the store: 0.00 GiB for published versions at 30 s" in disk.lines(settings, apart)[1]
-    usage = namedtuple("usage", "free")
-    free = {model.parent: versions}
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage(free.get(path, apart.fixed)))
+    free = {model.parent: versions, model: apart.fixed}
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
     disk.check_room(settings, apart)
     free[model.parent] -= 1
     with pytest.raises(ConfigError, match=r"published versions .* set weights\.store\.path to another disk"):
+        disk.check_room(settings, apart)
+    free[model] -= 1
+    with pytest.raises(ConfigError, match=r"take 0\.00 GiB at once: set run\.folder to another disk"):
         disk.check_room(settings, apart)
 
 
@@ -123,18 +124,6 @@ def test_each_process_of_the_run_that_follows_the_weights_has_a_mirror(model: Pa
     many = published(model, config, **more)
     replica_evaluator_teachers = 1 + 1 + 2
     assert many - few == 2 * replica_evaluator_teachers * 2 * PARAMETERS
-
-
-def test_a_disk_that_is_too_small_is_refused(model: Path, config: Any, monkeypatch) -> None:
-    settings = configured(model, config)
-    needed = disk.estimate(settings)
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage(free[0]))
-    free = [needed.fixed]
-    disk.check_room(settings, needed)
-    free = [needed.fixed - 1]
-    with pytest.raises(ConfigError, match=r"take 0\.00 GiB at once: set run\.folder to another disk"):
-        disk.check_room(settings, needed)
 
 
 def test_the_estimate_is_told_per_million_tokens_and_per_day(model: Path, config: Any) -> None:

@@ -1,4 +1,4 @@
-"""A run's folder that lies is refused by the name of what it breaks; one that is sound or goes on is not."""
+"""The audit: a run's folder that lies is refused by the name of what it breaks, and no other one is."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import msgspec
 import numpy as np
 import pytest
 from in_memory import MemoryPrompts
-from small_record import WEIGHTED, checkpoint
+from small_record import LEDGER, WEIGHTED, checkpoint, ledgers, record
 from started import begun
 
 from distill.buffer import Batch, Bound, Rules
 from distill.cli.main import app
 from distill.prompts.stream import PromptStream
-from distill.record.audit import VIOLATIONS, audit
+from distill.record.audit import VIOLATIONS, AuditReport, audit
 from distill.record.changes import Checkpointed, Stepped, VersionPublished
 from distill.record.rollout import Rollout
 from distill.record.store import RECORD, Store
@@ -398,11 +398,6 @@ def test_where_the_record_cannot_be_asked_nothing_else_is_claimed(run: Path) -> 
     assert audit(run).violations.keys() == {"record_damaged"}
 
 
-def test_missing_steps_are_named_as_ranges_with_their_rank(run: Path) -> None:
-    ledger(run, rank=2).unlink()
-    assert audit(run).violations["missing_in_ledger"] == ["L001-v00000005 to L001-v00000008 of rank 2"]
-
-
 def test_every_guarantee_of_the_document_has_a_lie_and_every_violation_is_named() -> None:
     page = (Path(__file__).parents[3] / "docs/recovery.md").read_text()
     table = page.split("| guarantee |")[1].split("\n\n")[0]
@@ -531,6 +526,128 @@ def test_a_run_may_take_steps_while_the_audit_reads(
     assert violation in found if violation else not found
 
 
-def test_a_folder_of_something_else_is_named(tmp_path: Path) -> None:
+def test_a_run_that_has_only_begun_passes_and_a_folder_of_something_else_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds neither run\.db nor ledger: name the folder of a run"):
         audit(tmp_path)
+    Store(tmp_path).close()  # its servers start and are checked, and nothing is committed yet
+    assert audit(tmp_path).ok
+
+
+# --- of eight rollouts, every violation
+
+
+def audited(folder: Path, change: str = "", trained: dict[int, dict[int, list[str]]] = LEDGER) -> AuditReport:
+    db = record(folder)
+    db.executescript(f"PRAGMA foreign_keys = OFF; {change}")
+    ledgers(folder, trained)
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    report = audit(folder)
+    assert before == {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    return report
+
+
+def test_a_sound_run_passes(tmp_path: Path) -> None:
+    report = audited(tmp_path)
+    assert report.violations == {}
+    assert (report.prompts, report.scored, report.trained, report.tokens) == (8, 7, 6, 14)
+    assert (report.open_prompts, report.dropped, report.oldest) == (["h"], {"too_old": 1}, 1)
+    assert (report.again, report.differing) == (1, [])
+
+
+def third_step(*ids: str) -> dict[int, dict[int, list[str]]]:
+    return {**LEDGER, 1: {2: ["c", "d"], 3: [*ids]}}
+
+
+OTHERWISE = {"not_as_batched": ["L001-v00000003"]}
+
+
+@pytest.mark.parametrize(
+    ("trained", "violations"),
+    [
+        ({**LEDGER, 1: {2: ["c", "d"]}}, {"missing_in_ledger": ["L001-v00000003 of rank 0"]}),
+        ({0: LEDGER[0]}, {"missing_in_ledger": ["L001-v00000002 to L001-v00000003 of rank 0"]}),
+        (third_step("a", "e"), {"trained_twice": ["a"], **OTHERWISE, "too_old": ["a"]}),
+        (third_step("e"), OTHERWISE),
+        (third_step("e", "f", "g"), OTHERWISE),
+        (third_step("e", "zz"), {**OTHERWISE, "not_on_record": ["zz"]}),
+    ],
+)
+def test_what_the_ranks_did_otherwise_is_found(
+    tmp_path: Path, trained: dict[int, dict[int, list[str]]], violations: dict[str, list[str]]
+) -> None:
+    assert audited(tmp_path, trained=trained).violations == violations
+
+
+@pytest.mark.parametrize(
+    ("change", "violations"),
+    [
+        ("", {"not_as_batched": ["L000-v00000002"]}),
+        ("DELETE FROM step WHERE lineage = 0 AND step = 2", {}),
+    ],
+)
+def test_a_step_that_a_crash_cut_off_may_be_half_in_the_ledger_unless_it_was_reported(
+    tmp_path: Path, change: str, violations: dict[str, list[str]]
+) -> None:
+    half = {**LEDGER, 0: {1: ["a", "b"], 2: ["c"]}}
+    assert audited(tmp_path, change, half).violations == violations
+
+
+@pytest.mark.parametrize(
+    ("weight", "violations"), [(2**-0.5, {}), (0.5, {"wrong_weight": ["c", "d", "e", "f"]})]
+)
+def test_late_rollouts_up_to_the_hard_limit_pass_with_the_weight_of_their_age(
+    tmp_path: Path, weight: float, violations: dict[str, list[str]]
+) -> None:
+    late = f"UPDATE batch SET max_staleness = 0, half_life = 2.0; {WEIGHTED} WHERE (lineage, step) <> (0, 0)"
+    report = audited(tmp_path, late.format(weight))
+    assert (report.late, report.violations) == (4, violations)
+
+
+OTHER_RUN = """UPDATE rollout_row SET spans = '[[0, 120, 0]]' WHERE id = 'e'"""
+CHANGES: dict[str, dict[str, list[str]]] = {
+    "DELETE FROM rollout_row WHERE id = 'h'": {},  # the newest of all may not be on disk yet
+    "DELETE FROM rollout_row WHERE id = 'g'": {"record_damaged": ["rollouts 6 to 6"]},
+    "DELETE FROM rollout_row WHERE id IN ('c', 'd')": {
+        "record_damaged": [
+            "the rows of the run contradict each other (KeyError(2)): restore run.db from a copy, or start a "
+            "new run",
+            *("rollouts 2 to 3", "rollout row 2 of the batch of L000-v00000001"),
+            "rollout row 3 of the batch of L000-v00000001",
+        ],
+        "not_as_batched": ["L000-v00000002", "L001-v00000002"],
+        "not_on_record": ["c", "d", "c", "d"],
+    },
+    "UPDATE batch SET members = '[[5, 1]]' WHERE lineage = 1": {"lost": ["e"], **OTHERWISE},
+    "DELETE FROM opening": {"record_damaged": ["no start of a controller"]},
+    "UPDATE batch SET hard_limit = 0 WHERE lineage = 1": {"too_old": ["f", "e"]},
+    "UPDATE batch SET members = '[[4, 1], [5, 1, 0.5]]' WHERE lineage = 1": {"wrong_weight": ["f"]},
+    OTHER_RUN: {"impossible_version": ["e"]},
+    OTHER_RUN.replace("0, 120", "3, 1"): {"impossible_version": ["e"], "too_old": ["e"]},
+    "UPDATE rollout_row SET by_teacher = 1, spans = NULL WHERE id = 'e'": {"wrong_generator": ["e"]},
+    "UPDATE rollout_row SET own_tokens = 3 WHERE id = 'e'": OTHERWISE,
+    "INSERT INTO version VALUES (50, 7, 3, 'full', 1, 1, 0.0)": {"unknown_version": ["lineage 7"]},
+    "INSERT INTO step (lineage, step) VALUES (1, 1000000000000)": {
+        "missing_in_ledger": ["L001-v00000004 to L001-v1000000000000 of rank 0"]
+    },
+    """INSERT INTO conclusion VALUES (60, 1, 3, '{"r0": false}', '["other"]')""": {"unproven": ["other"]},
+    """INSERT INTO conclusion VALUES (60, 0, 2, '{"r0": false}', '["other"]'),
+        (61, NULL, NULL, '{"r0": null}', '["away"]'), (62, 1, 3, '{"r0": true}', '[]')""": {
+        "unproven": ["other"]  # of earlier ends only weights that differed count
+    },
+    "UPDATE rollout_row SET id = 'h' WHERE id = 'g'": {"issued_twice": ["h"], "impossible_version": ["h"]},
+    "UPDATE lineage SET ranks = 2 WHERE number = 0": {
+        "missing_in_ledger": ["L000-v00000001 to L000-v00000002 of rank 1"]
+    },
+    "UPDATE lineage SET start = 0 WHERE number = 1": {
+        "ledger_damaged": [
+            "ledger of lineage 1 begins at step 1 from L000-v00000001; "
+            "on record is step 0 from L000-v00000001"
+        ],
+        "missing_in_ledger": ["L001-v00000001 of rank 0"],
+    },
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_the_record_does_not_hold_or_holds_otherwise_is_found(tmp_path: Path, change: str) -> None:
+    assert audited(tmp_path, change).violations == CHANGES[change]

@@ -15,16 +15,13 @@ from in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrain
 from recorded import rows_of
 from rich.console import Console
 from served_app import at_url, replica_app
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from distill.aio import cancel
 from distill.cli.main import MADE, show
 from distill.cli.options import guarded
 from distill.conclusion import end_problems
 from distill.evaluation.schedule import HttpEvaluator
+from distill.evaluation.service import app
 from distill.interfaces import Hooks
 from distill.launch.preflight import claim_of
 from distill.metrics.samples import Quarantine
@@ -35,24 +32,13 @@ from sync.base.errors import RemoteError, WrongServer
 from sync.wire import EvalReply, EvalRequest, Generated, ReplicaState, RunIdentity, Version
 from sync.wire.claims import Claim
 from sync.wire.client import BlockingPeer
-from sync.wire.server import Gate, read_message, reply
+from sync.wire.server import Gate
 
 OTHER = RunIdentity("test", "0123", "model")
 
 
-def evaluator_app(engine: MemoryEvaluator) -> Starlette:
-    async def evaluate(request: Request) -> Response:
-        return reply(await engine.evaluate(await read_message(request, EvalRequest)))
-
-    return Starlette(routes=[Route("/v1/evaluate", evaluate, methods=["POST"])])
-
-
-def served(app: Any, claim: Claim, *claiming: str) -> AbstractAsyncContextManager[str]:
-    return at_url(Gate(app, "", claim, claiming))
-
-
-def replica(engine: MemoryReplica, claim: Claim) -> Any:
-    return served(replica_app(engine), claim, "/distill/v1/generate", "/distill/v1/update")
+def replica(engine: MemoryReplica, claim: Claim) -> AbstractAsyncContextManager[str]:
+    return at_url(Gate(replica_app(engine), "", claim, ("/distill/v1/generate", "/distill/v1/update")))
 
 
 async def whole(run: Any, trainer: MemoryTrainer | None = None) -> dict[str, Any]:
@@ -65,6 +51,19 @@ async def whole(run: Any, trainer: MemoryTrainer | None = None) -> dict[str, Any
             training.cancel()
             closing = [one.engine.aclose() for one in run.pool.replicas.values()]
             await asyncio.gather(training, *closing, return_exceptions=True)
+
+
+async def interrupted(controller: Any, config: Any, **replicas: MemoryReplica) -> dict[str, Any]:
+    """The summary of a run that is stopped after two steps."""
+    run = controller(config(run={"steps": 1000}), replicas=replicas)
+    trainer = MemoryTrainer(run.session)
+
+    async def stop() -> None:
+        await trainer.reached(2)
+        run.request_stop("enough")
+
+    summary, _ = await asyncio.gather(whole(run, trainer), stop())
+    return summary
 
 
 # --- servers of another run -------------------------------------------------------------------------------
@@ -95,7 +94,8 @@ async def test_a_run_claims_its_replicas_and_finds_them_again_when_it_resumes(co
 
 
 async def test_an_evaluator_left_up_from_another_run_ends_the_run(controller) -> None:
-    async with served(evaluator_app(MemoryEvaluator()), Claim(OTHER), "/v1/evaluate") as url:
+    nothing: Any = None
+    async with at_url(app(MemoryEvaluator().evaluate, nothing, nothing, "", Claim(OTHER))) as url:
         claim = Claim()
         evaluator = HttpEvaluator(url, claim=claim)
         run = controller(evaluator=evaluator, claim=claim)
@@ -105,24 +105,34 @@ async def test_an_evaluator_left_up_from_another_run_ends_the_run(controller) ->
     assert run.record.state.evaluations == []
 
 
-async def test_a_report_of_another_version_is_left_out_and_missed_at_the_end(controller) -> None:
-    class Stale(MemoryEvaluator):
-        async def evaluate(self, request: EvalRequest) -> EvalReply:
-            return msgspec.structs.replace(await super().evaluate(request), version=Version(0, 120))
-
-    summary = await whole(controller(evaluator=Stale()))
-    assert summary["evaluations"] == []
-    (problem,) = summary["problems"]
-    assert "was asked for L000-v00000006 and reports L000-v00000120: it serves another run" in problem
+class Stale(MemoryEvaluator):
+    async def evaluate(self, request: EvalRequest) -> EvalReply:
+        return msgspec.structs.replace(await super().evaluate(request), version=Version(0, 120))
 
 
-async def test_an_evaluator_that_another_run_took_over_is_missed_at_the_end(controller) -> None:
-    other = WrongServer("it serves run 'other' (id 77)")
-    taken = MemoryEvaluator(trouble=lambda version: other if version.step else None)
-    summary = await whole(controller(evaluator=taken))
+TAKEN = WrongServer("it serves run 'other' (id 77)")
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "evaluated", "words"),
+    [
+        (Stale(), [], "was asked for L000-v00000006 and reports L000-v00000120: it serves another run"),
+        (
+            MemoryEvaluator(trouble=lambda version: TAKEN if version.step else None),
+            ["L000-v00000000"],
+            "\"after\" is empty: it serves run 'other'",
+        ),
+    ],
+    ids=["reports another version", "another run took it over"],
+)
+async def test_an_evaluation_by_another_runs_evaluator_is_left_out_and_missed_at_the_end(
+    controller, evaluator: MemoryEvaluator, evaluated: list[str], words: str
+) -> None:
+    summary = await whole(controller(evaluator=evaluator))
     assert summary["completed"]
-    assert [one["version"] for one in summary["evaluations"]] == ["L000-v00000000"]
-    assert "\"after\" is empty: it serves run 'other'" in summary["problems"][0]
+    assert [one["version"] for one in summary["evaluations"]] == evaluated
+    (problem,) = summary["problems"]
+    assert words in problem
 
 
 async def test_a_teacher_of_another_model_ends_the_run_and_costs_no_rollout(controller) -> None:
@@ -297,35 +307,24 @@ async def test_what_is_not_shown_at_the_end_is_in_the_summary_the_record_and_the
     assert figures["after"] is None
 
 
-async def test_after_is_the_evaluation_of_the_last_version(controller, config) -> None:
-    run = controller(evaluator=MemoryEvaluator())
-    figures = complete(config(), await whole(run), 1.0, {})
-    assert figures["after"]["version"] == figures["version"] == "L000-v00000006"
-
-
 async def test_a_run_that_is_resumed_makes_up_for_what_was_not_shown(controller, config, tmp_path) -> None:
     ledger = dict[int, dict[int, list[str]]]()
     for evaluator, problems in ((failing(), 1), (MemoryEvaluator(), 0)):
         run = controller(evaluator=evaluator)
         trainer = MemoryTrainer(run.session)
-        assert len((await whole(run, trainer))["problems"]) == problems
+        summary = await whole(run, trainer)
+        assert len(summary["problems"]) == problems
         ledger |= trainer.ledger
     assert "unproven" not in check(tmp_path, ledger).violations
+    figures = complete(config(), summary, 1.0, {})
+    assert figures["after"]["version"] == figures["version"] == "L001-v00000006"
 
 
 @pytest.mark.parametrize(("engine", "problems"), [(MemoryReplica(), 0), (Altered(), 1)])
 async def test_a_run_that_was_interrupted_owes_no_proof_but_tells_what_differs(
     controller, config, engine: MemoryReplica, problems: int
 ) -> None:
-    away = MemoryReplica(up=False)
-    run = controller(config(run={"steps": 1000}), replicas={"r0": engine, "away": away})
-    trainer = MemoryTrainer(run.session)
-
-    async def stop() -> None:
-        await trainer.reached(2)
-        run.request_stop("enough")
-
-    summary, _ = await asyncio.gather(whole(run, trainer), stop())
+    summary = await interrupted(controller, config, r0=engine, away=MemoryReplica(up=False))
     assert summary["weights_missing"] == ["away"]
     assert len(summary["problems"]) == problems
 
@@ -341,14 +340,7 @@ async def test_what_is_shown_of_an_interrupted_run_is_asked_and_recorded_once(
             return await super().state(digests)
 
     engine = Counted()
-    run = controller(config(run={"steps": 1000}), replicas={"r0": engine})
-    trainer = MemoryTrainer(run.session)
-
-    async def stop() -> None:
-        await trainer.reached(2)
-        run.request_stop("enough")
-
-    await asyncio.gather(whole(run, trainer), stop())
+    await interrupted(controller, config, r0=engine)
     assert engine.asked == 1
     run = controller()
     run.request_stop("before its trainer has begun")

@@ -141,24 +141,18 @@ def test_counters_count_from_the_start_of_the_process() -> None:
 
 
 def test_a_replica_counts_its_updates() -> None:
-    def values() -> Series:
-        found = parsed(generate_latest(REGISTRY).decode())
-        return {key: value for key, value in found.items() if key[0].startswith("distill_replica_")}
+    changes = {"read_bytes_total": 100, "stage_seconds_sum": 4, "pause_seconds_sum": 1}
+    changes["apply_seconds_count"] = 2
 
-    before = values()
+    def values(*names: str) -> list[float]:
+        found = parsed(generate_latest(REGISTRY).decode())
+        return [found[f"distill_replica_{name}", ()] for name in names]
+
+    before = values(*changes)
     for step in (3, 7):
-        reply = wire.UpdateReply(
-            Version(1, step), 50, stage_seconds=2.0, pause_seconds=0.5, apply_seconds=0.25
-        )
-        replica_metrics.updated(reply)
-    after = values()
-    assert after["distill_replica_version_lineage", ()] == 1
-    assert after["distill_replica_version_step", ()] == 7
-    changes = {name: after[name, ()] - value for (name, _), value in before.items()}
-    assert changes["distill_replica_read_bytes_total"] == 100
-    assert changes["distill_replica_stage_seconds_sum"] == 4.0
-    assert changes["distill_replica_pause_seconds_sum"] == 1.0
-    assert changes["distill_replica_apply_seconds_count"] == 2
+        replica_metrics.updated(wire.UpdateReply(Version(1, step), 50, 2.0, 0.5, 0.25))
+    assert values("version_lineage", "version_step") == [1, 7]
+    assert values(*changes) == [*map(sum, zip(before, changes.values(), strict=True))]
 
 
 @pytest.fixture

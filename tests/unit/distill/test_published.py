@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import hostile_store
 import pytest
 import s3_server
 from command import left
 from memory_store import MemoryStore
-from ports import free_port
+from ports import refusing
 from small_config import make_config
 
 from distill import published
@@ -22,42 +20,26 @@ from sync.base.errors import StoreError
 from sync.weights.stores.store import DirectoryStore
 
 
-@pytest.fixture(autouse=True)
-def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-
-
-@pytest.fixture
-def s3() -> Iterator[str]:
-    """Address of an S3 server with a bucket named "bucket"."""
-    with s3_server.serve() as address:
-        yield address
-
-
 def on_s3(address: str, bucket: str = "bucket") -> RunConfig:
     options = {"endpoint": address, "region": "us-east-1"}
-    return make_config(
-        weights={"store": {"type": "object", "url": f"s3://{bucket}/runs", "options": options}}
-    )
+    store = {"type": "object", "url": f"s3://{bucket}/runs", "options": options}
+    return make_config(weights={"store": store})
 
 
-def test_a_store_that_works_is_left_as_it_was(s3: str) -> None:
-    config = on_s3(s3)
-    check_store(config)
-    assert published.store_of(config, config.run_dir).list("") == []
-
-
-def test_a_bucket_that_is_not_there_is_refused_by_name(s3: str) -> None:
-    said = r"cannot write .* in the store s3://absent/runs: .*NoSuchBucket.* check the address"
-    with pytest.raises(StoreError, match=said):
-        check_store(on_s3(s3, "absent"))
-
-
-def test_a_store_that_nobody_serves_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_works_is_left_as_it_was_and_one_that_is_not_there_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with s3_server.serve() as address:  # which has a bucket named "bucket"
+        check_store(config := on_s3(address))
+        assert published.store_of(config, config.run_dir).list("") == []
+        said = r"cannot write .* in the store s3://absent/runs: .*NoSuchBucket.* check the address"
+        with pytest.raises(StoreError, match=said):
+            check_store(on_s3(address, "absent"))
     monkeypatch.setattr("sync.weights.stores.object_store._RETRY", {"max_retries": 1})
-    with pytest.raises(StoreError, match=r"s3://bucket/runs.*check the address"):
-        check_store(on_s3(f"http://127.0.0.1:{free_port()}"))
+    with refusing() as address, pytest.raises(StoreError, match=r"s3://bucket/runs.*check the address"):
+        check_store(on_s3(address))
 
 
 def test_the_runs_own_folder_is_not_made(tmp_path: Path) -> None:
@@ -77,12 +59,11 @@ class Keeps(MemoryStore):
 
 @pytest.mark.parametrize(("kind", "problem"), [(Alters, "other bytes"), (Keeps, "still has it")])
 def test_a_store_that_does_other_things_is_refused(
-    kind: type[MemoryStore], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[MemoryStore], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(published, "open_store", lambda *_: kind())
-    store: dict[str, Any] = {"type": "directory", "path": tmp_path}
     with pytest.raises(StoreError, match=problem):
-        check_store(make_config(weights={"store": store}))
+        check_store(on_s3("http://anywhere"))
 
 
 # --- commands
@@ -101,10 +82,8 @@ def run_folder(folder: Path, store: str) -> Path:
 
 def filled(folder: Path, versions: int) -> DirectoryStore:
     """The store in a run's folder, with so many versions."""
-    sound, store = MemoryStore(), DirectoryStore(folder / "store")
-    hostile_store.publish(sound, folder / "model", versions)
-    for key in sound.list(""):
-        store.create(key, sound.read(key))
+    store = DirectoryStore(folder / "store")
+    hostile_store.publish(store, folder / "model", versions)
     return store
 
 

@@ -8,6 +8,7 @@ import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -20,13 +21,13 @@ from audited import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_memory import MemoryPrompts
-from random_history import FRESHNESS, GROUPS, KINDS, PLAIN, History, differences, scored, seen
+from random_history import FRESHNESS, GROUPS, KINDS, PLAIN, History, differences, lived, scored, seen
 from recorded import rows_of
 from small_config import make_config
 from small_record import checkpoint
 from started import begun
 
-from distill.buffer import Bound, Rules
+from distill.buffer import Batch, Bound, Rules
 from distill.prompts.stream import PromptStream
 from distill.record.audit import audit
 from distill.record.changes import Checkpointed, Dropped, HandedOut, Stepped
@@ -41,28 +42,9 @@ from sync.base.errors import ConfigError, DataError
 from sync.wire import Version
 
 
-async def nothing(_: History) -> None:
-    pass
-
-
-def lived(
-    folder: Path, seed: int, rules: Rules, events: int, after: Callable[[History], Any] = nothing, of=History
-) -> History:
-    async def live() -> History:
-        history = of(folder, seed, rules)
-        for _ in range(events):
-            await history.event()
-            await after(history)
-        await history.record.store.commit()
-        history.record.store.close()
-        return history
-
-    return asyncio.run(live())
-
-
 async def same_as_its_rows(history: History) -> None:
-    found = await history.reloaded()
-    assert not differences(seen(history.state), seen(found))
+    reloaded = await history.reloaded()  # which commits
+    assert not differences(seen(history.state), seen(reloaded))
 
 
 @pytest.mark.parametrize("rules", KINDS.values(), ids=KINDS)
@@ -120,11 +102,9 @@ def alter(path: Path, **fields: Any) -> None:
 
 
 def test_a_source_of_another_format_is_refused_whichever_it_is(tmp_path: Path) -> None:
-    history = lived(tmp_path, 3, PLAIN, 40)
-    assert history.state.lineage is not None
+    lived(tmp_path, 3, PLAIN, 40)
     newest = checkpoint(tmp_path, Version(0, 1))
-    config = make_config(run={"name": "r"})
-    kept = record_of(config, {"prompts": "a", "held_out": None, "deepspeed": {}})
+    kept = record_of(make_config(run={"name": "r"}), {"prompts": "a", "held_out": None, "deepspeed": {}})
     (tmp_path / "config.json").write_text(json.dumps(kept))
     (tmp_path / "stream-prompts.json").write_text('{"stream": "x", "starts": {}}')
     start = Start("r", 0, PLAIN, PromptStream(MemoryPrompts(), seed=0), kept)
@@ -255,11 +235,17 @@ async def trained(folder: Path, steps: int, *saved_at: int, keep: int = 3, rules
     return record
 
 
-async def trained_step(record: Record, step: int, *versions: Version) -> None:
-    """A batch is issued, generated with `versions` in turn, formed and trained."""
-    for number, asked in enumerate(record.issue(BATCH)):
-        record.admit(scored(asked, versions[number % len(versions)]))
-    assert await record.form_batch() is not None
+async def formed(record: Record, *versions: Version, complete: Callable[..., Rollout] = scored) -> Batch:
+    """A batch is issued, generated with `versions` in turn, and formed."""
+    for number, asked in enumerate(record.issue(record.state.rules.batch)):
+        record.admit(complete(asked, versions[number % len(versions)]))
+    batch = await record.form_batch()
+    assert batch is not None
+    return batch
+
+
+async def trained_step(record: Record, step: int, *versions: Version, **options: Any) -> None:
+    await formed(record, *versions, **options)
     record.write(Stepped(Version(0, step + 1)))
 
 
@@ -291,9 +277,7 @@ async def test_a_checkpoint_that_was_removed_is_never_gone_back_to(tmp_path: Pat
 async def test_a_checkpoint_that_came_back_without_a_report_is_on_record(tmp_path) -> None:
     record = await trained(tmp_path, 0)
     for step in range(2):
-        for asked in record.issue(BATCH):
-            record.admit(scored(asked, Version(0, 0)))
-        assert await record.form_batch() is not None
+        await formed(record, Version(0, 0))
         record.write(HandedOut(Version(0, step)))
 
     opening = await record.open_lineage(Version(0, 1), "model")
@@ -347,9 +331,7 @@ async def test_behind_a_part_that_has_become_too_old_the_next_batch_is_formed_as
         await record.open_lineage(None, "model")
     assert (await record.form_batch()).ids == ["0:0:0", "0:1:0"]
     record.write(Stepped(Version(2, 1)))
-    for asked in record.issue(4):
-        record.admit(scored(asked, Version(2, 1)))
-    batch = await record.form_batch()
+    batch = await formed(record, Version(2, 1))
     assert (batch.ids, batch.is_part) == ([f"0:{number}:0" for number in range(4, 8)], False)
     assert record.state.counters.dropped == {"too_old": 2}
     assert "died on a batch with ['0:2:0', '0:3:0']: too old to be tried by themselves" in caplog.text
@@ -373,23 +355,21 @@ async def test_a_batch_is_read_back_though_a_trainer_that_begins_meanwhile_leave
     assert all(rollout.tokens.data for rollout in record.rollouts(batch))
 
 
-async def test_a_prompt_that_never_ends_is_dropped_after_some_attempts(tmp_path: Path) -> None:
+async def test_a_prompt_that_never_ends_is_dropped_after_some_attempts_and_a_lost_replica_is_none(
+    tmp_path: Path,
+) -> None:
+    """Tokens of completions that are requested again count as generated."""
     record = opened(tmp_path)
     (asked,) = record.issue(1)
-    for _ in range(MAX_ATTEMPTS - 1):
-        asked = record.requeue(asked, "straggler")
+    for reason in ("replica_lost",) * 3 * MAX_ATTEMPTS + ("straggler",) * (MAX_ATTEMPTS - 1):
+        asked = record.requeue(asked, reason, tokens=7 * (reason == "straggler"))
         assert asked is not None
     assert record.requeue(asked, "straggler") is None
-    assert record.state.counters.dropped == {"straggler": 1}
-    assert record.state.counters.requeued == {"straggler": MAX_ATTEMPTS}
-
-
-async def test_lost_replicas_never_cost_a_prompt(tmp_path: Path) -> None:
-    record = opened(tmp_path)
-    (asked,) = record.issue(1)
-    for _ in range(3 * MAX_ATTEMPTS):
-        asked = record.requeue(asked, "replica_lost")
-        assert asked is not None
+    counters = record.state.counters
+    assert counters.dropped == {"straggler": 1}
+    assert counters.requeued == {"replica_lost": 3 * MAX_ATTEMPTS, "straggler": MAX_ATTEMPTS}
+    tokens = 7 * (MAX_ATTEMPTS - 1)
+    assert (counters.generated_tokens, counters.dropped_tokens["straggler"]) == (tokens, tokens)
 
 
 async def test_a_restart_after_a_cover_forgets_what_it_covered(tmp_path: Path) -> None:
@@ -411,10 +391,7 @@ async def test_tokens_of_environments_are_counted_apart_live_after_a_restart_and
     """Of 5 tokens 3 are the student's; the last of 7 episodes is dropped."""
     record = await trained(tmp_path, 0)
     for step in range(2):
-        for asked in record.issue(BATCH):
-            record.admit(episode(asked, Version(0, 0)))
-        await record.form_batch()
-        record.write(Stepped(Version(0, step + 1)))
+        await trained_step(record, step, Version(0, 0), complete=episode)
     (asked,) = record.issue(1)
     record.reject(msgspec.structs.replace(episode(asked, Version(0, 0)), issued=asked.issued), "empty", "")
     counters, tokens = record.state.counters, dict(record.state.trained_tokens)
@@ -432,38 +409,34 @@ async def test_tokens_of_environments_are_counted_apart_live_after_a_restart_and
 
 
 async def test_another_runs_record_is_refused(tmp_path: Path) -> None:
-    record = opened(tmp_path)
-    await record.store.commit()
-    record.store.close()
+    (await trained(tmp_path, 0)).store.close()
     prompts = PromptStream(MemoryPrompts(), seed=1)
     with pytest.raises(ConfigError, match="is of run 'r' with seed 0, this is 'r' with seed 1"):
         begun(Store(tmp_path), prompts, Rules(BATCH, Bound(1, 1)), seed=1)
 
 
+@dataclass
 class Table(MemoryPrompts):
-    """So many rows."""
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
+    rows: int = 100
 
     def __len__(self) -> int:
-        return self._rows
+        return self.rows
 
 
 @pytest.mark.parametrize(("rows", "per_prompt"), [(100, 2), (99, 1)])
 async def test_prompts_that_would_come_twice_after_a_resume_are_refused(
     tmp_path: Path, rows: int, per_prompt: int
 ) -> None:
-    record = begun(Store(tmp_path), PromptStream(Table(100), seed=0), PLAIN)
+    record = begun(Store(tmp_path), PromptStream(Table(), seed=0), PLAIN)
     first = {asked.id for asked in record.issue(40)}
     await record.store.commit()
     record.store.close()
-    other = PromptStream(Table(rows), seed=0, per_prompt=per_prompt)
+    other = PromptStream(Table(rows=rows), seed=0, per_prompt=per_prompt)
     other.cursor = record.state.cursor
     assert first & {prompt.id for prompt in other.take(40)}, "the same ids again"
     with pytest.raises(ConfigError, match=f"of 100 prompts, 1 of each, and these are {rows}"):
         begun(Store(tmp_path), other, PLAIN)
-    again = begun(Store(tmp_path), PromptStream(Table(100), seed=0), PLAIN)
+    again = begun(Store(tmp_path), PromptStream(Table(), seed=0), PLAIN)
     assert not first & {asked.id for asked in again.issue(40)}
 
 
@@ -526,32 +499,11 @@ async def test_a_lost_member_is_mended_by_a_restart_that_cut_its_record_off(tmp_
 
 async def test_a_power_cut_right_after_a_rollback_gives_none_of_its_rollouts_back(tmp_path: Path) -> None:
     record = await trained(tmp_path, 0)
-    for step in range(2):
-        for asked in record.issue(BATCH):
-            record.admit(scored(asked, Version(0, step)))
-        await record.form_batch()
-    good, bad = (record.state.batches[Version(0, step)].rollouts for step in range(2))
-    await record.open_lineage(None, "model", without=[one.id for one in bad])
+    good, bad = [(await formed(record, Version(0, step))).ids for step in range(2)]
+    await record.open_lineage(None, "model", without=bad)
     record.store.close()
     again = opened(tmp_path)
-    assert list(again.state.buffer) == [one.id for one in good]
+    assert list(again.state.buffer) == good
     assert again.state.counters.dropped == {"rolled_back": BATCH}
     report = check(tmp_path, {})
     assert ("lost" in report.violations, report.dropped) == (False, {"rolled_back": BATCH})
-
-
-async def test_tokens_of_completions_that_are_asked_again_count_as_generated(tmp_path: Path) -> None:
-    record = opened(tmp_path)
-    record.requeue(*record.issue(1), "straggler", tokens=7)
-    assert record.state.counters.generated_tokens == 7
-    assert record.state.counters.dropped_tokens == {"straggler": 7}
-
-
-async def test_a_record_keeps_the_id_of_its_run(tmp_path: Path) -> None:
-    ids = set()
-    for _ in range(3):
-        record = opened(tmp_path)
-        await record.store.commit()
-        record.store.close()
-        ids.add(record.run.id)
-    assert len(ids - {None}) == len(ids) == 1

@@ -23,7 +23,8 @@ from typing import Any
 import pytest
 from disks import PAGE, fill, free, mounted, power_cut
 from in_memory import MemoryTrainer
-from random_history import PLAIN, History, differences, opened, scored, seen
+from random_history import PLAIN, FullDisk, History, differences, lived, opened, scored, seen
+from recorded import rows_of
 
 from distill.record.audit import audit
 from distill.record.load import load
@@ -35,20 +36,18 @@ from sync.wire import Version
 
 HEADER = "run.db-wal"
 TRIALS = 300
+COUNT = "SELECT count(*) FROM rollout"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 """Of processes that import what this one can."""
 
 
 def loaded(folder: Path) -> tuple[int, dict[str, Any]]:
     """Number of the last record, and the state, each of whose arrays is read once."""
-    store = Store(folder, "never")
-    try:
+    with closing(Store(folder, "never")) as store:
         state = load(store.connection, PLAIN, store.read)
         for location in state.where.values():
             store.read(location)
         return last_at(store.connection), seen(state)
-    finally:
-        store.close()
 
 
 # --- kills ------------------------------------------------------------------------------------------------
@@ -81,16 +80,14 @@ def test_a_kill_at_any_moment_costs_nothing_that_was_committed(tmp_path: Path, s
     assert at >= committed
     counters = state["counters"]
     counted = "SELECT sum(NOT continues), count(scored), sum(status = 'dropped') FROM rollout"
-    with closing(open_read_only(tmp_path / RECORD)) as tables:
-        rows = tables.execute(counted).fetchone()
-    assert rows == (counters.issued, counters.scored, counters.dropped.total())
+    assert rows_of(tmp_path, counted) == [(counters.issued, counters.scored, counters.dropped.total())]
     assert "record_damaged" not in audit(tmp_path).violations
 
 
 # --- two controllers --------------------------------------------------------------------------------------
 
 WRITING = """
-import asyncio, sys
+import asyncio, os, sys
 from pathlib import Path
 from random_history import opened
 
@@ -101,6 +98,7 @@ async def write():
         record.issue(3)
         await record.store.commit()
         print(record.store.at, flush=True)
+    os._exit(0)
 
 asyncio.run(write())
 """
@@ -122,7 +120,7 @@ def test_of_two_controllers_on_one_folder_the_one_that_writes_later_stops(
     for process in both if at_once else ():
         process.stdin.write("200\n")
         process.stdin.flush()
-    said = [process.communicate("" if at_once else "200\n", timeout=60) for process in both]
+    said = [process.communicate("" if at_once else "200\n", timeout=600) for process in both]
     if not at_once:
         assert [process.returncode for process in both] == [0, 1]
     (stopped,) = (pair for pair, process in zip(said, both, strict=True) if process.returncode)
@@ -302,20 +300,8 @@ def test_a_power_cut_while_rows_are_moved_out_of_the_log_costs_nothing(tmp_path:
 # --- damage -----------------------------------------------------------------------------------------------
 
 
-def lived(folder: Path) -> dict[str, Any]:
-    async def live() -> dict[str, Any]:
-        history = History(folder, 5, PLAIN)
-        for _ in range(150):
-            await history.event()
-        await history.record.store.commit()
-        history.record.store.close()
-        return seen(history.state)
-
-    return asyncio.run(live())
-
-
 def test_a_blank_page_is_refused_or_changes_nothing_that_a_restart_knows(tmp_path: Path) -> None:
-    state, refused = lived(tmp_path / "run"), 0
+    state, refused = seen(lived(tmp_path / "run", 5, PLAIN, 150).state), 0
     whole = (tmp_path / "run" / RECORD).read_bytes()
     pages = range(len(whole) // PAGE)
     for page in pages:
@@ -354,20 +340,6 @@ async def test_arrays_that_are_damaged_are_named_when_they_are_needed(tmp_path: 
 # --- disks ------------------------------------------------------------------------------------------------
 
 
-class FullDisk:
-    """Takes `room` bytes of arrays, and part of what it is given last."""
-
-    def __init__(self, room: int) -> None:
-        self.room = room
-
-    def __call__(self, file: int, data: memoryview) -> int:
-        if self.room == 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        count = os.write(file, data[: self.room])
-        self.room -= count
-        return count
-
-
 async def test_a_full_disk_of_arrays_pauses_and_nothing_is_torn(tmp_path, caplog) -> None:
     disk = FullDisk(150)
     record = opened(tmp_path, store=Store(tmp_path, "batch", retry_seconds=0.005, write=disk))
@@ -377,8 +349,7 @@ async def test_a_full_disk_of_arrays_pauses_and_nothing_is_torn(tmp_path, caplog
     commit = asyncio.create_task(record.store.commit())
     await asyncio.sleep(0.1)
     assert not commit.done()
-    with closing(open_read_only(tmp_path / RECORD)) as tables:
-        assert tables.execute("SELECT count(*) FROM rollout").fetchone()[0] in (0, 3)
+    assert rows_of(tmp_path, COUNT) in ([0], [3])
     record.issue(1)
     disk.room = 1 << 20
     await commit
@@ -400,8 +371,7 @@ async def test_a_disk_that_is_really_full_pauses_rows_and_freeing(tmp_path: Path
         commit = asyncio.create_task(record.store.commit(durable=True))
         await asyncio.sleep(0.2)
         assert not commit.done()
-        with closing(open_read_only(disk / RECORD)) as tables:
-            assert tables.execute("SELECT count(*) FROM rollout").fetchone() == (5,)
+        assert rows_of(disk, COUNT) == [5]
         free(disk)
         await commit
         before = seen(record.state)
@@ -443,8 +413,7 @@ async def test_a_record_is_read_from_a_disk_that_nothing_may_be_written_to(tmp_p
         await record.store.commit()
         record.store.close()
         await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,ro", str(disk)], check=True)
-        with closing(open_read_only(disk / RECORD)) as tables:
-            assert tables.execute("SELECT count(*) FROM rollout").fetchone() == (5,)
+        assert rows_of(disk, COUNT) == [5]
 
 
 @pytest.mark.parametrize("changed", [True, False])
@@ -476,7 +445,6 @@ async def test_a_durable_commit_is_forced_whichever_commit_writes_it(
 
 # --- where machines share no memory: locked by its controller, who gives readers copies
 
-COUNT = "SELECT count(*) FROM rollout"
 ELSEWHERE = """
 import sys
 from pathlib import Path
@@ -494,12 +462,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "nfs"
 
 
-async def told(folder: Path, code: str, *words: str) -> str:
+async def told(folder: Path, code: str, *words: str, said: str = "") -> str:
     """What a process prints on standard output and error."""
     line = [sys.executable, "-c", ELSEWHERE + code, str(folder.parent / "mounts"), *words]
-    output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = await asyncio.create_subprocess_exec(*line, **output, env=ENVIRONMENT)
-    return (await process.communicate())[0].decode()
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = await asyncio.create_subprocess_exec(*line, **pipes, env=ENVIRONMENT)
+    return (await process.communicate(said.encode()))[0].decode()
 
 
 async def distill(folder: Path, command: str, *words: str) -> str:
@@ -528,19 +496,10 @@ async def test_a_run_that_goes_on_gives_its_readers_copies(folder: Path, control
     assert not folder.joinpath(f"{RECORD}-wal").exists()
 
 
-LEFT = """
-import asyncio, os
-from random_history import opened
-
-async def write():
-    record = opened(Path(sys.argv[1]))
-    for _ in range(40):
-        record.issue(3)
-        await record.store.commit()
-    os._exit(0)
-
-asyncio.run(write())
-"""
+async def left_by_a_kill(folder: Path) -> dict[str, bytes]:
+    """Rows and log of 40 commits, of three prompts each."""
+    assert "Error" not in await told(folder, WRITING, str(folder), said="40\n")
+    return rows_in(folder)
 
 
 def rows_in(folder: Path) -> dict[str, bytes]:
@@ -548,11 +507,9 @@ def rows_in(folder: Path) -> dict[str, bytes]:
 
 
 async def test_the_log_that_a_kill_left_is_read_and_stays(folder: Path) -> None:
-    assert "Error" not in await told(folder, LEFT, str(folder))
-    before = rows_in(folder)
+    before = await left_by_a_kill(folder)
     assert before.keys() == {RECORD, f"{RECORD}-wal"}
-    with closing(open_read_only(folder / RECORD)) as tables:
-        assert tables.execute(COUNT).fetchone() == (120,)
+    assert rows_of(folder, COUNT) == [120]
     assert rows_in(folder) == before
 
 
@@ -566,7 +523,7 @@ fcntl.lockf(open(sys.argv[1], "r+b"), fcntl.LOCK_EX | fcntl.LOCK_NB, 510, (1 << 
 async def test_no_controller_begins_between_the_copies_of_rows_and_log(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "Error" not in await told(folder, LEFT, str(folder))
+    await left_by_a_kill(folder)
     copy, locked = shutil.copy, dict[str, bool]()
 
     def watched(source: Path, target: Path | str) -> None:

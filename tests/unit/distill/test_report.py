@@ -62,15 +62,19 @@ def test_the_time_of_a_step_is_drawn_beside_the_staleness() -> None:
     assert drawn == {"age, mean": [2.0, 2.0], "trainer works": work, "trainer waits": [0.1, 0.1]}
 
 
-def test_a_run_that_was_cut_short_is_drawn(tmp_path: Path) -> None:
+def test_a_run_that_was_cut_short_is_drawn_and_goes_on_after_its_last_whole_line(tmp_path: Path) -> None:
     write_run(tmp_path / "run", steps=1, passed=False)
     (tmp_path / "run" / "timeline.jsonl").write_text("")
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+    with (path := tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rever')
     assert draw(read_run(tmp_path / "run")).is_file()
+    sink = MetricsFile(path)
+    sink.log(2, {"train/loss": 1.0})
+    sink.close()
+    assert [line["step"] for line in read_lines(path)] == [0, 1, 2]
 
 
-def test_a_folder_without_figures_and_a_run_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
+def test_a_folder_without_figures_and_those_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="name the folder of a run"):
         read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 2.0, "staleness/mean": 1.0}\n')
@@ -111,16 +115,11 @@ def test_a_file_with_something_else_in_it_is_one_message(tmp_path, name: str, co
         draw(read_run(tmp_path / "run"))
 
 
-def test_the_window_lies_in_the_middle_of_the_training() -> None:
-    spans = [{"what": "evaluate", "start": 0.0, "end": 99.0}]
-    spans += [{"what": "train", "start": float(t), "end": t + 0.5} for t in range(100, 200)]
-    start, end = middle_window(spans)
-    assert end - start == pytest.approx(12.0)
-    assert (start + end) / 2 == pytest.approx(150.25)
-
-
-def test_the_window_lies_in_a_start_of_the_run_and_not_between_two() -> None:
-    spans = [{"what": "train", "start": at + t, "end": at + t + 0.5} for at in (0.0, 5e4) for t in range(100)]
+def test_the_window_lies_in_the_middle_of_the_training_and_not_between_two_starts_of_the_run() -> None:
+    starts = [at + t for at in (100.0, 5e4) for t in range(100)]
+    spans = [{"what": "train", "start": start, "end": start + 0.5} for start in starts]
+    evaluated = {"what": "evaluate", "start": 0.0, "end": 99.0}
+    assert middle_window([evaluated, *spans[:100]]) == pytest.approx((150.25 - 6.0, 150.25 + 6.0))
     start, end = middle_window(spans)
     assert [span for span in spans if start <= span["start"] and span["end"] <= end]
     assert end - start == pytest.approx(12.0)
@@ -180,7 +179,7 @@ SUMMARY = {
 }
 
 
-def test_use_of_tokens_and_longest_waits_are_one_line_each(tmp_path: Path) -> None:
+def test_use_of_tokens_and_longest_waits_are_one_line_each() -> None:
     assert use_of_tokens(SUMMARY) == "90.0% of 12,000 generated tokens were trained on; dropped 2 too_old"
     assert longest_waits(SUMMARY) == (
         "the trainer's next batch 7 s for replicas, student-0 3 s for trainer, "
@@ -189,18 +188,6 @@ def test_use_of_tokens_and_longest_waits_are_one_line_each(tmp_path: Path) -> No
     )
     busy = SUMMARY["perf"] | {"busy_seconds": {"trainer": 91.0}}
     assert longest_waits({**SUMMARY, "perf": busy}).endswith("; the trainer was idle for 9% of the time")
-    write_run(tmp_path / "run")
-    (tmp_path / "run/summary.json").write_text(json.dumps(SUMMARY))
-    assert draw(read_run(tmp_path / "run")).is_file()
-
-
-def test_a_resumed_file_begins_after_the_last_whole_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "lo')
-    sink = MetricsFile(path)
-    sink.log(2, {"train/loss": 1.0})
-    sink.close()
-    assert [line["step"] for line in read_lines(path)] == [1, 2]
 
 
 def test_the_page_of_a_run_needs_no_other_file_and_escapes_what_it_shows(tmp_path: Path) -> None:

@@ -28,33 +28,32 @@ class Recorded(Timeline):
     def seconds(self, kind: str) -> dict[str, Any]:
         return self.figures()[f"{kind}_seconds"]
 
+    def at(self, now: float, *level: Any) -> Any:
+        """Busy and idle seconds at this time, from which on a role does one thing so many times at once."""
+        self.now = now
+        if level:
+            self.level(*level)
+        return self.seconds("busy"), self.seconds("idle")
+
 
 @pytest.fixture
 def timeline() -> Recorded:
     return Recorded()
 
 
-def test_overlapping_work_of_one_role_counts_once(timeline: Recorded) -> None:
-    timeline.level("student", "generate", 1)
-    timeline.now = 102.0
-    timeline.level("student", "generate", 3)
-    timeline.level("student", "update", 1)
-    timeline.now = 105.0
-    timeline.level("student", "generate", 0)
-    timeline.now = 106.0
-    timeline.level("student", "update", 0)
-    timeline.now = 110.0
-    assert (timeline.seconds("busy"), timeline.seconds("idle")) == ({"student": 6.0}, {"student": 4.0})
-    both = [Span("student", "generate", 100.0, 105.0), Span("student", "update", 102.0, 106.0)]
-    assert timeline.spans == both
-
-
-def test_work_that_still_goes_on_counts_up_to_now(timeline: Recorded) -> None:
-    timeline.level("teacher", "score", 2)
-    timeline.now = 103.0
-    assert (timeline.seconds("busy"), timeline.seconds("idle")) == ({"teacher": 3.0}, {"teacher": 0.0})
+def test_overlapping_work_of_one_role_counts_once_and_what_goes_on_up_to_now(
+    timeline: Recorded,
+) -> None:
+    timeline.at(100.0, "student", "generate", 1)
+    timeline.at(102.0, "student", "generate", 3)
+    timeline.at(102.0, "student", "update", 1)
+    timeline.at(105.0, "student", "generate", 0)
+    timeline.at(106.0, "student", "update", 0)
+    timeline.at(109.0, "student", "generate", 2)
+    assert timeline.at(110.0) == ({"student": 7.0}, {"student": 3.0})
     timeline.cut()
-    assert timeline.spans == [Span("teacher", "score", 100.0, 103.0)]
+    generated = [Span("student", "generate", *ends) for ends in ((100.0, 105.0), (109.0, 110.0))]
+    assert timeline.spans == [generated[0], Span("student", "update", 102.0, 106.0), generated[1]]
 
 
 def test_parts_of_a_step_lie_within_it_and_are_not_counted_twice(timeline: Recorded) -> None:
@@ -62,7 +61,7 @@ def test_parts_of_a_step_lie_within_it_and_are_not_counted_twice(timeline: Recor
     seconds = {"wait": 2.0, "train": 5.0, "publish": 1.0, "checkpoint": 0.0}
     parts = {"forward": 1.0, "backward": 2.0, "optimizer": 1.5}
     timeline.step("trainer", StepReport(Version(0, 1), {}, seconds, parts))
-    assert (timeline.seconds("busy"), timeline.seconds("idle")) == ({"trainer": 6.0}, {"trainer": 4.0})
+    assert timeline.at(110.0) == ({"trainer": 6.0}, {"trainer": 4.0})
     assert sorted(timeline.spans, key=lambda span: (span.start, -span.end)) == [
         Span("trainer", "wait", 102.0, 104.0),
         Span("trainer", "train", 104.0, 109.0),
@@ -96,18 +95,19 @@ def test_a_system_clock_that_is_set_back_takes_no_seconds_away(monkeypatch: pyte
 
 
 def test_start_up_can_be_left_out(timeline: Recorded) -> None:
-    timeline.level("student", "generate", 1)
-    timeline.now = 150.0
+    timeline.at(100.0, "student", "generate", 1)
+    timeline.at(150.0)
     timeline.restart()
-    timeline.now = 152.0
-    assert (timeline.seconds("busy"), timeline.seconds("idle")) == ({"student": 2.0}, {"student": 0.0})
-    timeline.level("student", "generate", 0)
-    assert timeline.seconds("busy") == {"student": 2.0}
+    assert timeline.at(152.0) == ({"student": 2.0}, {"student": 0.0})
+    assert timeline.at(152.0, "student", "generate", 0) == ({"student": 2.0}, {"student": 0.0})
 
 
-def test_blocked_time_is_summed_until_now(timeline: Recorded) -> None:
+def test_blocked_time_is_summed_until_now_and_a_wait_that_goes_on_after_a_wake_is_one_span(
+    timeline: Recorded,
+) -> None:
     on = partial(Wait, Waits(timeline.blocked))
-    for seconds, cause in [(2.0, "replicas"), (3.0, "teachers"), (0.0, "teachers"), (4.0, None)]:
+    waits = [(0.5, "replicas"), (1.5, "replicas"), (3.0, "teachers"), (0.0, "teachers"), (4.0, None)]
+    for seconds, cause in waits:
         with on("trainer", "batch 1", cause=cause):
             timeline.now += seconds
     with on("trainer", "batch 1", cause="replicas"), on("trainer", "batch 1", cause="replicas"):
@@ -125,15 +125,6 @@ def test_blocked_time_is_summed_until_now(timeline: Recorded) -> None:
         timeline.restart()
         timeline.now += 0.5
     assert timeline.seconds("waited") == {"trainer": {"replicas": 0.5}}
-
-
-def test_a_wait_that_goes_on_after_a_wake_is_one_span(timeline: Recorded) -> None:
-    on = partial(Wait, Waits(timeline.blocked))
-    for _ in range(3):
-        with on("trainer", "batch 1", cause="replicas"):
-            timeline.now += 1.0
-    timeline.cut()
-    assert timeline.spans == [Span("trainer", "wait for replicas", 100.0, 103.0)]
 
 
 def test_seconds_of_earlier_starts_are_added_name_by_name() -> None:

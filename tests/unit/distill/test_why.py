@@ -77,22 +77,16 @@ class Stopped(MemoryTeacher):
         return await super().score(*arguments, **more)
 
 
-async def test_a_stopped_teacher(controller, config) -> None:
-    teacher = Stopped()
-    run = controller(config(run=STEPS), teachers={"t": teacher})
-    async with standing_still(run, lambda: setattr(teacher, "stopped", True)) as lines:
-        first, *_, last = chain(lines)
-        assert re.fullmatch(r"trainer waits for batch \d+: \d of 8 rollouts", first)
-        assert last == "← scoring waits for teacher t: 4 rollouts (and 1 more)"
-
-
-async def test_a_teacher_that_answers_nothing_for_long_is_started_again_and_people_are_told(
+async def test_a_stopped_teacher_which_after_long_is_started_again_and_people_are_told(
     controller, config
 ) -> None:
     teacher, stalled, alerts = Stopped(), list[str](), list[str]()
     hooks = Hooks(stalled=stalled.append, alert=lambda title, text: alerts.append(f"{title}: {text}"))
     run = controller(config(run=STEPS), hooks, teachers={"t": teacher})
-    async with standing_still(run, lambda: setattr(teacher, "stopped", True)):
+    async with standing_still(run, lambda: setattr(teacher, "stopped", True)) as lines:
+        first, *_, last = chain(lines)
+        assert re.fullmatch(r"trainer waits for batch \d+: \d of 8 rollouts", first)
+        assert last == "← scoring waits for teacher t: 4 rollouts (and 1 more)"
         await asyncio.sleep(ROOT_SECONDS - 60)
         assert not stalled
         await asyncio.sleep(40)
