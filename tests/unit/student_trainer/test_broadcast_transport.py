@@ -94,17 +94,19 @@ def settled(publishing: Publishing, version: Version) -> None:
     publishing.settle()
 
 
+@pytest.mark.parametrize("adapter_config", [None, '{"r": 2}'])
 def test_a_version_goes_to_the_replicas_that_are_left(
-    started: Started, caplog: pytest.LogCaptureFixture
+    started: Started, caplog: pytest.LogCaptureFixture, adapter_config: str | None
 ) -> None:
-    publishing, controller = started(dead=2)
+    publishing, controller = started(dead=2, adapter_config=adapter_config)
     settled(publishing, VERSION)
     assert [event.version for event in controller.reported if isinstance(event, Published)] == [VERSION] * 3
     for left in controller.receptions[:2]:
         with pytest.raises(SnapshotError, match="student-1: killed"):
             left.result()
-    received = controller.receptions[-1].result().tensors
-    assert all(torch.equal(received[name], tensor) for name, tensor in TENSORS.items())
+    received = controller.receptions[-1].result()
+    assert (received.adapter_config, received.tensors.keys()) == (adapter_config, TENSORS.keys())
+    assert all(torch.equal(received.tensors[name], tensor) for name, tensor in TENSORS.items())
     assert caplog.text.count("student-1: killed") == 2
 
 
@@ -120,32 +122,20 @@ def test_a_version_without_receivers_is_skipped_and_the_run_continues(
     assert len(controller.reported) == 12
 
 
-@pytest.mark.parametrize("adapter_config", [None, '{"r": 2}'])
-def test_an_adapter_goes_with_its_configuration(started: Started, adapter_config: str | None) -> None:
-    publishing, controller = started(adapter_config=adapter_config)
-    settled(publishing, VERSION)
-    received = controller.receptions[-1].result()
-    assert (received.adapter_config, received.tensors.keys()) == (adapter_config, TENSORS.keys())
-
-
 class Kept:
-    """In the place of a SnapshotTransport: steps of what it staged and published; it fails at first."""
+    """In the place of a SnapshotTransport: steps of what it published; it fails at first."""
 
     def __init__(self, failures: int = 0) -> None:
-        self.staged: list[int] = []
         self.published: list[int] = []
-        self.failures = failures
+        self.failures = ["the store went away"] * failures
 
-    def stage(self, version: Version, anchor: bool) -> Callable[[], bool]:
+    def stage(self, version: Version, anchor: bool) -> Callable[[], None]:
         assert anchor
-        self.staged.append(version.step)
 
-        def work() -> bool:
+        def work() -> None:
             if self.failures:
-                self.failures -= 1
-                raise StoreError("the store went away")
+                raise StoreError(self.failures.pop())
             self.published.append(version.step)
-            return True
 
         return work
 
@@ -164,7 +154,7 @@ def test_versions_to_evaluate_go_to_the_store_too(
     for step in [*range(publish_every, 8, publish_every), 7]:
         for _ in range(2):
             settled(publishing, Version(0, step))
-    assert store.published == store.staged == kept
+    assert store.published == kept
 
 
 def test_a_version_that_no_replica_receives_goes_to_the_store_all_the_same(started: Started) -> None:
@@ -298,14 +288,6 @@ def test_every_byte_comes_from_the_rank_that_holds_it(tmp_path: Path) -> None:
     finally:
         other.kill()
         dist.destroy_process_group()
-
-
-def test_one_rank_gathers_from_itself() -> None:
-    alone = [Slice(one.name, one.shape, one.dtype, 0, int(np.prod(one.shape))) for one in slices(0)]
-    gathering = Gathering(Ranks(0, 1, torch.device("cpu")), alone, BUCKET_BYTES)
-    whole = {name: bits_of(one.flatten()) for name, one in WEIGHTS.items()}
-    assert all(map(torch.equal, gathering.buckets(whole), buckets_of(PLAN, WEIGHTS)))
-    gathering.done()
 
 
 def test_elements_that_no_rank_or_two_ranks_hold_are_refused() -> None:

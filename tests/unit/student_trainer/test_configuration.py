@@ -1,19 +1,22 @@
-"""DeepSpeed's JSON with overrides, the launcher's command line, what objectives need, names of tensors."""
+"""DeepSpeed's JSON with overrides, what ranks can share, the launcher's command line, objectives' needs."""
 
 from __future__ import annotations
 
 import base64
 import json
 import math
+import re
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from student_trainer import launch
+from student_trainer import launch, parallelism
 from student_trainer.config import TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.engine import head_shape
@@ -38,7 +41,6 @@ def config(path: Path = JSONS[0], **trainer: Any) -> TrainerConfig:
 
 
 def merged(path: Path = JSONS[0], **trainer: Any) -> dict[str, Any]:
-    """What DeepSpeed gets."""
     return deepspeed_config(config(path, **trainer).trainer)
 
 
@@ -100,6 +102,8 @@ def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str
         ({"zero_optimization.reduce_bucket": 9}, r"refused by DeepSpeed.*\n.*reduce_bucket"),
         ({"amp.enabled": True}, "refused by DeepSpeed: NVIDIA Apex"),
         ({"gradient_clipping.value": 1.0}, "'gradient_clipping' is 1.0"),
+        ({"sequence_parallel_size": 2}, r"trainer\.sequence_parallel decides this alone"),
+        ({"expert_parallel.enabled": True}, r"trainer\.expert_parallel decides this alone"),
     ],
 )
 def test_what_the_trainer_cannot_work_with_is_refused(overrides: dict[str, Any], message: str) -> None:
@@ -113,15 +117,63 @@ def test_what_the_trainer_cannot_work_with_is_refused(overrides: dict[str, Any],
         ({"zero_optimization.offload_param.device": "cpu"}, "offload_param is set and .*is 2: AutoEP"),
         ({"zero_optimization.offload_optimizer.device": "cpu"}, "offload_optimizer is set and .*: AutoEP"),
         ({"use_data_before_expert_parallelism": True}, "neighbouring ranks share experts, leave it out"),
+        ({"expert_parallel.top_k": 2}, r"trainer\.expert_parallel decides this alone"),
     ],
 )
 def test_what_ranks_that_share_experts_cannot_work_with_is_refused(
     overrides: dict[str, Any], message: str
 ) -> None:
-    path = next(path for path in JSONS if path.stem == "zero3_cpu")
-    merged(path, expert_parallel=2)
+    merged(expert_parallel=2)
     with pytest.raises(ConfigError, match=message):
-        merged(path, overrides=overrides, expert_parallel=2)
+        merged(overrides=overrides, expert_parallel=2)
+
+
+QWEN = {"model_type": "qwen3_moe", "num_experts": 6}
+LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default"}}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+CHUNKED = {"layer_types": ["chunked_attention"] * 2}
+BY_KIND = {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}
+
+
+def problems(asked: dict[str, Any], model: dict[str, Any], world: int | None) -> list[str]:
+    return [*parallelism.problems(config(**asked).trainer, SimpleNamespace(**model), world)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "model", "named"),
+    [
+        ({}, LINEAR, r"of the kind linear_attention, through which rows.* set trainer\.packing = \"padded\""),
+        ({}, CHUNKED, "of the kind chunked_attention, through which rows"),
+        ({"expert_parallel": 3}, QWEN, "is 3 and the trainer has 4 ranks: it must divide them"),
+        ({"expert_parallel": 4}, QWEN, "has 6 experts a layer"),
+        ({"expert_parallel": 2, "lora": {}}, QWEN, "is 2 and trainer.lora is set"),
+        *(
+            ({"expert_parallel": 2}, {"model_type": other}, f"the student is a {other}: DeepSpeed's AutoEP")
+            for other in ("glm4_moe", "gpt_oss", "deepseek_v2", "qwen3")
+        ),
+        ({"sequence_parallel": 8}, LLAMA, "is 8 and the trainer has 4 ranks: it must divide them"),
+        ({"attention": "flash_attention_2"}, LLAMA, "heads are exchanged for sdpa and eager alone"),
+        ({"packing": "padded"}, LLAMA | LINEAR, "of the kind linear_attention, which"),
+        ({"packing": "padded"}, LLAMA | CHUNKED, "of the kind chunked_attention, which"),
+        ({}, LLAMA | {"rope_parameters": {"rope_type": "dynamic"}}, "is of the type dynamic, which follows"),
+        ({}, LLAMA | {"rope_parameters": BY_KIND}, "rotary embedding is of the type longrope"),
+        ({}, LLAMA | {"num_attention_heads": 6}, "has 6 attention heads: it must divide them"),
+        ({}, LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 3}, "has 3 heads of keys and values"),
+    ],
+)
+def test_what_ranks_cannot_pack_split_or_share_is_named(
+    asked: dict[str, Any], model: dict[str, Any], named: str
+) -> None:
+    four = {"sequence_parallel": 4} if "num_attention_heads" in model else {}
+    (problem,) = problems(four | asked, model, 4)
+    assert re.search(named, problem)
+
+
+def test_what_ranks_can_pack_split_and_share() -> None:
+    for world in (4, 8, None):
+        assert problems({"expert_parallel": 2}, QWEN, world) == []
+        assert problems({"sequence_parallel": 4, "attention": "eager"}, LLAMA, world) == []
+    assert problems({"attention": "flash_attention_2"}, LLAMA | {"num_attention_heads": 3}, 3) == []
 
 
 @pytest.mark.parametrize("name", ["bf16", "bfloat16"])
@@ -206,7 +258,8 @@ def test_ranks_of_several_machines_meet_at_another_port_each_time(monkeypatch: p
     monkeypatch.setattr(sys, "argv", ["launch", "--hostfile", "hosts", "--module", "m"])
     with socket.socket() as thief:
         launch.main()
-        thief.bind(("127.0.0.1", int(started[0][1])))
+        with suppress(OSError):  # another process was faster
+            thief.bind(("127.0.0.1", int(started[0][1])))
         launch.main()
     assert started[0][1] != started[1][1]
     assert [words[2:] for words in started] == [["--hostfile", "hosts", "--module", "m"]] * 2
@@ -286,12 +339,9 @@ def hostfile(folder: Path, text: str) -> Path:
     return path
 
 
-def test_the_machines_of_a_hostfile_are_read(tmp_path: Path) -> None:
+def test_the_machines_of_a_hostfile_are_read_and_a_missing_one_is_not_this_machine(tmp_path: Path) -> None:
     path = hostfile(tmp_path, "# two machines\n\nnode-1 slots=8\n  node-2   slots=4  # half of it\n")
     assert read_hosts(path) == {"node-1", "node-2"}
-
-
-def test_a_missing_hostfile_is_refused_and_not_taken_for_this_machine_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_hosts(tmp_path / "none")
 
@@ -320,35 +370,41 @@ def test_settings_travel_and_secrets_do_not(tmp_path: Path) -> None:
     assert not (tmp_path / "refused.env").exists()
 
 
-def test_the_token_is_read_from_a_file_when_the_variable_is_unset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "token"
-    path.write_text("of the file\n")
+@pytest.fixture
+def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(path))
-    assert token_from_environment() == "of the file"
-    monkeypatch.setenv(TOKEN_VARIABLE, "of the process")
-    assert token_from_environment() == "of the process"
-    monkeypatch.delenv(TOKEN_VARIABLE)
-    path.write_text("\n")
-    with pytest.raises(ConfigError, match="is empty"):
-        token_from_environment()
-    path.unlink()
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(tmp_path / "token"))
+    return tmp_path / "token"
+
+
+def test_the_token_is_read_from_a_file_when_the_variable_is_unset(
+    token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         token_from_environment()
-
-
-@pytest.mark.parametrize("secret", [b"of the \x00 process", "schlüssel".encode(), b"\xff\xfe", b"two\nlines"])
-def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: bytes
-) -> None:
-    path = tmp_path / "token"
-    path.write_bytes(secret)
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(path))
-    with pytest.raises(ConfigError, match="has characters other than printable ASCII") as refused:
-        token_from_environment()
-    assert secret.decode("utf-8", "replace") not in str(refused.value)
+    token_file.write_text("of the file\n")
+    assert token_from_environment() == "of the file"
     monkeypatch.setenv(TOKEN_VARIABLE, " of the process\n")
     assert token_from_environment() == "of the process"
+
+
+NOT_ASCII = "has characters other than printable ASCII"
+
+
+@pytest.mark.parametrize(
+    ("secret", "why"),
+    [
+        (b"\n", "is empty"),
+        (b"of the \x00 process", NOT_ASCII),
+        ("schlüssel".encode(), NOT_ASCII),
+        (b"\xff\xfe", NOT_ASCII),
+        (b"two\nlines", NOT_ASCII),
+    ],
+)
+def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(
+    token_file: Path, secret: bytes, why: str
+) -> None:
+    token_file.write_bytes(secret)
+    with pytest.raises(ConfigError, match=why) as refused:
+        token_from_environment()
+    assert secret.decode("utf-8", "replace") not in str(refused.value)

@@ -34,7 +34,7 @@ class FileWriter:
     """What DeepSpeed writes with."""
 
     def makedirs(self, path: str) -> None:
-        Path(path).mkdir(parents=True)
+        Path(path).mkdir(parents=True, exist_ok=True)
 
     def save(self, state_dict: Any, path: str) -> None:
         torch.save(state_dict, path)
@@ -45,20 +45,20 @@ class FileEngine:
 
     checkpoint_engine: Any
 
-    def __init__(self, state: str = "") -> None:
-        self.state, self.checkpoint_engine = state, FileWriter()
+    def __init__(self, state: str = "", file: str = "rank0.pt") -> None:
+        self.state, self.file, self.checkpoint_engine = state, file, FileWriter()
 
     def save_checkpoint(self, folder: str, tag: str, client_state: dict[str, Any], save_latest: bool) -> None:
         assert not save_latest
         self.checkpoint_engine.makedirs(f"{folder}/{tag}")
-        self.checkpoint_engine.save({"state": self.state, **client_state}, f"{folder}/{tag}/rank0.pt")
+        self.checkpoint_engine.save({"state": self.state, **client_state}, f"{folder}/{tag}/{self.file}")
         self._copy_recovery_script(folder)
 
     def _copy_recovery_script(self, folder: str) -> None:
         (Path(folder) / "script.py").write_text("pass")
 
     def load_checkpoint(self, folder: str, tag: str) -> tuple[str, dict[str, Any]]:
-        loaded = torch.load(Path(folder) / tag / "rank0.pt")
+        loaded = torch.load(Path(folder) / tag / self.file)
         self.state = loaded.pop("state")
         return folder, loaded
 
@@ -87,31 +87,29 @@ def test_the_newest_checkpoint_comes_back(tmp_path: Path) -> None:
 
 BEFORE, NEWEST = "L000-v00000002", "L000-v00000004"
 SHARD, INDEX, DAMAGED = "deepspeed/rank0.pt", "checkpoint.json", f"checkpoint {NEWEST} is damaged: "
-INDEXES = [b"", b"\xff\xfe", b"[]", b'{"version": "L000-v00000004", "files": []}', b'{"version": 4}', b"{}"]
-INDEXES += [b"7", b'{"version": "L0']
-HARMS: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "altered": (SHARD, lambda file: flip(file), f"{DAMAGED}{SHARD} was altered"),
-    "cut": (SHARD, lambda file: os.truncate(file, 100), f"{DAMAGED}{SHARD} is missing or cut short"),
-    "a file is missing": (SHARD, Path.unlink, f"{DAMAGED}{SHARD} is missing or cut short"),
-    "no index": (INDEX, Path.unlink, f"{DAMAGED}it has no checkpoint.json"),
-    **{
-        f"index {index!r}": (
-            INDEX,
-            lambda file, index=index: file.write_bytes(index),
-            f"{DAMAGED}its checkpoint.json is damaged",
-        )
-        for index in INDEXES
-    },
-    "the folder is gone": ("", shutil.rmtree, f"latest names {NEWEST}: it has no checkpoint.json"),
-}
-"""A file of the newest checkpoint, what becomes of it, and what is said."""
 
 
 def flip(path: Path) -> None:
-    """Alter one byte of a file."""
     content = bytearray(path.read_bytes())
     content[100] ^= 1
     path.write_bytes(content)
+
+
+def overwritten(content: bytes) -> tuple[str, Callable[[Path], object], str]:
+    return INDEX, lambda file: file.write_bytes(content), f"{DAMAGED}its checkpoint.json is damaged"
+
+
+INDEXES = [b"", b"\xff\xfe", b"[]", b'{"version": "L000-v00000004", "files": []}', b'{"version": 4}', b"{}"]
+INDEXES += [b"7", b'{"version": "L0']
+HARMS: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "altered": (SHARD, flip, f"{DAMAGED}{SHARD} was altered"),
+    "cut": (SHARD, lambda file: os.truncate(file, 100), f"{DAMAGED}{SHARD} is missing or cut short"),
+    "a file is missing": (SHARD, Path.unlink, f"{DAMAGED}{SHARD} is missing or cut short"),
+    "no index": (INDEX, Path.unlink, f"{DAMAGED}it has no checkpoint.json"),
+    **{f"index {index!r}": overwritten(index) for index in INDEXES},
+    "the folder is gone": ("", shutil.rmtree, f"latest names {NEWEST}: it has no checkpoint.json"),
+}
+"""A file of the newest checkpoint, what becomes of it, and what is said."""
 
 
 @pytest.mark.parametrize("harm", HARMS)
@@ -175,21 +173,6 @@ def test_a_large_checkpoint_is_judged_by_its_sizes_before_anything_loads(tmp_pat
     assert files.choose(tmp_path, digested=100).path == tmp_path / NEWEST
 
 
-class RankEngine(FileEngine):
-    """Writes a file of its own, as each rank of DeepSpeed does."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def save_checkpoint(self, folder: str, tag: str, client_state: dict[str, Any], save_latest: bool) -> None:
-        (Path(folder) / tag).mkdir(exist_ok=True)
-        name = f"zero_pp_rank_{self.rank}_mp_rank_00_optim_states.pt"
-        self.checkpoint_engine.save({}, str(Path(folder) / tag / name))
-        if self.rank == 0:
-            self._copy_recovery_script(folder)
-
-
 def test_every_rank_digests_its_own_files_when_saving_and_when_resuming(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,17 +184,16 @@ def test_every_rank_digests_its_own_files_when_saving_and_when_resuming(
         return real(path)
 
     monkeypatch.setattr(files, "digest", noting)
-    meeting = Meeting(2)
+    meeting, names = Meeting(2), [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
     ranks = [Together(rank, 2, torch.device("cpu"), meeting) for rank in (0, 1)]
 
     def work(one: Together) -> Path | None:
         threading.current_thread().name = f"rank {one.rank}"
-        checkpoint.save(RankEngine(one.rank), tmp_path, Index(BEFORE, 2, "print", None), one, 2)
+        checkpoint.save(FileEngine(file=names[one.rank]), tmp_path, Index(BEFORE, 2, "print"), one, 2)
         return checkpoint.find(tmp_path, one)[0]
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(work, ranks)) == [tmp_path / BEFORE] * 2
-        names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
         shares = {("rank 0", "script.py"), ("rank 0", names[0]), ("rank 1", names[1])}
         assert Counter(digested) == dict.fromkeys(shares, 2)
         file = tmp_path / BEFORE / "deepspeed" / names[1]
@@ -314,58 +296,40 @@ def test_a_start_from_the_model_folder_repeats_the_newest_earlier_one(tmp_path: 
     assert repeated(read(tmp_path)) == ([Version(1, 1)], [Version(2, 1)])
 
 
-def test_a_step_that_found_no_room_is_written_when_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part = Ledger(tmp_path, Version(0, 0), None, 0)
-    with monkeypatch.context() as full, pytest.raises(OSError, match="No space left"):
-        full.setattr("student_trainer.ledger.append", lambda *_, **__: False)
-        part.record(1, ["a"], "bits")
-    part.record(1, ["a"], "bits")
-    (lineage,) = read(tmp_path).values()
-    assert (lineage.steps, lineage.damage) == ({1: ["a"]}, [])
-
-
 def test_a_lineage_is_never_written_twice(tmp_path: Path) -> None:
     Ledger(tmp_path, Version(0, 0), None, 0)
     with pytest.raises(DataError, match="lineage 0 was trained before"):
         Ledger(tmp_path, Version(0, 0), None, 0)
 
 
-def test_a_rank_writes_its_line_once_while_another_waits_for_space(
+def test_a_line_that_found_no_room_is_written_when_there_is_and_those_of_other_ranks_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(durable, "time", SimpleNamespace(sleep=lambda _: None))
-    meeting, left = Meeting(2), [1]
+    ledgers = [Ledger(tmp_path, Version(0, 0), None, rank) for rank in (0, 1)]
+    meeting, full = Meeting(2), [tmp_path / "L000-rank1.jsonl"]
     ranks = [Together(rank, 2, torch.device("cpu"), meeting) for rank in (0, 1)]
 
+    def append(path: Path, line: bytes, **how: Any) -> bool:
+        if path in full:
+            full.remove(path)
+            return False
+        return durable.append(path, line, **how)
+
     def work(one: Together) -> None:
-        ledger = Ledger(tmp_path, Version(0, 0), None, one.rank)
+        room.all_done(one, "the ledger", lambda: ledgers[one.rank].record(1, [f"r{one.rank}"], "bits"))
 
-        def record() -> None:
-            if one.rank == 1 and left and left.pop():
-                raise OSError(errno.ENOSPC, "No space left on device")
-            ledger.record(1, [f"r{one.rank}"], "bits")
-
-        room.all_done(one, "the ledger", record)
-
+    monkeypatch.setattr("student_trainer.ledger.append", append)
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(work, ranks))
     (lineage,) = read(tmp_path).values()
     assert (lineage.steps, lineage.damage) == ({1: ["r0", "r1"]}, [])
 
 
-def test_a_clock_set_back_never_removes_what_latest_names(tmp_path: Path) -> None:
-    for step in (2, 4, 6):
-        saved(tmp_path, step)
-        os.utime(tmp_path / str(Version(0, step)), (10_000 - step, 10_000 - step))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [NEWEST, "L000-v00000006", "latest"]
-    assert newest(tmp_path) == tmp_path / "L000-v00000006"
-
-
 def test_a_later_lineage_is_newer_whatever_its_step_and_what_latest_names_stays(tmp_path: Path) -> None:
     for version in (Version(0, 8), Version(1, 2), Version(2, 3)):
         save(tmp_path, version)
+        os.utime(tmp_path / str(version), (10_000 - version.lineage,) * 2)  # as where a clock is set back
     (tmp_path / "L-v").mkdir()
     assert [path.name for path in files.saved(tmp_path)] == ["L001-v00000002", "L002-v00000003"]
     (tmp_path / "latest").write_text("L001-v00000002\n")

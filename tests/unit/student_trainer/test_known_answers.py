@@ -1,6 +1,7 @@
 """Objectives against closed forms, by enumerating the sampled token.
 
-Letters: V vocabulary = rows of an enumeration (one per sampled token), K ids of S. Everything in float64.
+Letters: V vocabulary = rows of an enumeration (one per sampled token), K ids of S, M ids of a sampling mask =
+rows of an enumeration within it. Everything in float64.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch import Tensor
 from student_trainer import head, step
 from student_trainer.engine import Head
 from student_trainer.head import Loss
-from student_trainer.objectives import divergences, token_statistics
-from student_trainer.objectives.config import Full, Sampled, TopK
+from student_trainer.objectives import config, divergences, token_statistics
+from student_trainer.objectives.config import Full, Sampled, TaskReward, TopK
 from student_trainer.objectives.divergences import Discount, Targets, build
 from sync.wire.head import HeadShape
 
@@ -62,12 +63,17 @@ def expected(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, gradient in the logits, reverse_kl statistic) under y ~ `draws` (log-probabilities)."""
     leaf = theta.clone().requires_grad_()
-    loss_V, stats = loss(leaf.log_softmax(0).expand(V, V), goal)
+    loss_V, stats = loss(leaf.log_softmax(0).expand(len(draws), V), goal)
     value = (draws.exp() * loss_V).sum()
     (gradient,) = torch.autograd.grad(value, leaf)
-    reverse = stats.get("reverse_kl", torch.full((V,), torch.nan, dtype=torch.float64))
+    reverse = stats.get("reverse_kl", torch.full_like(draws, torch.nan))
     assert not reverse.requires_grad
     return value.detach(), gradient, (draws.exp() * reverse).sum()
+
+
+def only(y: int, count: int = V) -> Tensor:
+    """Log-probabilities of that row alone."""
+    return torch.full((count,), -torch.inf, dtype=torch.float64).index_fill(0, torch.tensor(y), 0.0)
 
 
 def through_softmax(g: Tensor, theta: Tensor = THETA) -> Tensor:
@@ -103,18 +109,11 @@ SUPPORTS = [
 # --- checks -----------------------------------------------------------------------------------------------
 
 
-def test_uncapped_policy_gradient_is_the_reverse_kl_gradient() -> None:
-    for behavior in (THETA.log_softmax(0), STALE, logits(7).log_softmax(0)):
-        goal = targets(TEACHER, behavior, [])
-        _, gradient, reverse = expected(lambda p, t: lib.sampled(p, t, None, None), goal, behavior)
-        same(gradient, through_softmax(d_of()))
-        same(reverse, kl_of())
-
-
-def test_hybrid_is_unbiased_for_every_support() -> None:
-    for support in [*SUPPORTS, [2, -1, 4, -1]]:
-        goal = targets(TEACHER, STALE, support)
-        _, gradient, reverse = expected(lambda p, t: lib.hybrid(p, t, None, None), goal, STALE)
+def test_policy_gradients_are_unbiased_for_every_behavior_and_support() -> None:
+    behaviors, supports = (THETA.log_softmax(0), STALE, logits(7).log_softmax(0)), [*SUPPORTS, [2, -1, 4, -1]]
+    for loss, behavior, support in itertools.product((lib.sampled, lib.hybrid), behaviors, supports):
+        goal = targets(TEACHER, behavior, support)
+        _, gradient, reverse = expected(lambda p, t, f=loss: f(p, t, None, None), goal, behavior)
         same(gradient, through_softmax(d_of()))
         same(reverse, kl_of())
 
@@ -139,31 +138,13 @@ def test_capped_and_dropped_tokens_keep_their_part_of_the_gradient() -> None:
         same(gradient, mass - THETA.softmax(0) * mass.sum())
 
 
-def test_a_support_leaves_less_noise_than_the_kl_as_a_baseline_of_the_sampled_token() -> None:
-    """The mean is the same (above); the variance falls from `sampled` by its baseline −KL to `hybrid`."""
-    totals = torch.zeros(3, dtype=torch.float64)
-    for seed in range(30):
-        theta, teacher = logits(seed), logits(100 + seed).log_softmax(0)
-        p, goal = theta.softmax(0), targets(teacher, theta.log_softmax(0), teacher.topk(3).indices.tolist())
-        scores = torch.eye(V, dtype=torch.float64) - p  # row y: the gradient of log p(y) in the logits
-        exact, baseline = through_softmax(d_of(teacher, theta), theta), kl_of(teacher, theta)
-        leaves = theta.expand(V, V).clone().requires_grad_()
-        loss_V, _ = lib.hybrid(leaves.log_softmax(1), goal, None, None)
-        (dense,) = torch.autograd.grad(loss_V.sum(), leaves)
-        d = d_of(teacher, theta)[:, None]
-        noise = [((rows - exact) ** 2).sum(1) for rows in (d * scores, (d - baseline) * scores, dense)]
-        totals += torch.stack([(p * variance).sum() for variance in noise])
-    assert totals[0] > totals[1] > 3 * totals[2], totals
-
-
 def test_a_tail_of_the_teachers_shape_gives_no_noise() -> None:
     """Where p/q is one ratio outside S, every sampled token gives the exact gradient and the exact KL."""
     shift = torch.tensor([0.7, -0.3, 0.7, 0.7, 0.2, 0.7], dtype=torch.float64)
     teacher = (THETA.log_softmax(0) + shift).log_softmax(0)
     goal = targets(teacher, STALE, [1, -1, 4])
     for y in range(V):
-        only_y = torch.full((V,), -torch.inf, dtype=torch.float64).index_fill(0, torch.tensor(y), 0.0)
-        _, gradient, reverse = expected(lambda p, t: lib.hybrid(p, t, None, None), goal, only_y)
+        _, gradient, reverse = expected(lambda p, t: lib.hybrid(p, t, None, None), goal, only(y))
         same(gradient, through_softmax(d_of(teacher)))
         same(reverse, kl_of(teacher))
 
@@ -281,13 +262,6 @@ def test_a_later_tokens_factor_is_capped_dropped_and_never_the_teachers() -> Non
     same(found, 0.7 * torch.where(written | (rho < low), 0.0, rho.clamp(max=cap)))
 
 
-def test_full_is_the_exact_reverse_kl() -> None:
-    value, gradient, reverse = expected(lib.full, targets(TEACHER, STALE, []), STALE)
-    same(gradient, through_softmax(d_of()))
-    same(value, kl_of())
-    same(reverse, kl_of())
-
-
 def test_objectives_rest_at_a_teacher_of_the_rollouts_temperature() -> None:
     """θ is the teacher's own logits and p stands at 0.6: with q there too the gradient is 0, with q at 1 the
     student would still move, away from its teacher."""
@@ -308,20 +282,20 @@ def test_objectives_rest_at_a_teacher_of_the_rollouts_temperature() -> None:
             assert (float(total.abs().max()) < 1e-5) == (temperature == heat), name
 
 
-def test_skew_and_jsd_have_their_closed_form_gradients() -> None:
-    p, q = THETA.softmax(0), TEACHER.exp()
-    goal = targets(TEACHER, STALE, [])
+def test_full_skew_and_jsd_have_their_closed_form_values_and_gradients() -> None:
+    p, q, known = THETA.softmax(0), TEACHER.exp(), [(lib.full, kl_of(), d_of())]
     for alpha in (0.0, 0.1, 0.6):
         m = (1 - alpha) * q + alpha * p
-        value, gradient, reverse = expected(lambda x, t, a=alpha: lib.skew(x, t, a), goal, STALE)
-        same(value, (p * (p / m).log()).sum())
-        same(gradient, through_softmax((p / m).log() - alpha * p / m))
-        same(reverse, kl_of())
+        value, slope = (p * (p / m).log()).sum(), (p / m).log() - alpha * p / m
+        known.append((partial(lib.skew, alpha=alpha), value, slope))
     for beta in (0.2, 0.5, 0.9):
         m = beta * q + (1 - beta) * p
-        value, gradient, reverse = expected(lambda x, t, b=beta: lib.jsd(x, t, b), goal, STALE)
-        same(value, beta * (q * (q / m).log()).sum() + (1 - beta) * (p * (p / m).log()).sum())
-        same(gradient, through_softmax((1 - beta) * (p / m).log()))
+        value = beta * (q * (q / m).log()).sum() + (1 - beta) * (p * (p / m).log()).sum()
+        known.append((partial(lib.jsd, beta=beta), value, (1 - beta) * (p / m).log()))
+    for loss, value, slope in known:
+        found, gradient, reverse = expected(loss, targets(TEACHER, STALE, []), STALE)
+        same(found, value)
+        same(gradient, through_softmax(slope))
         same(reverse, kl_of())
 
 
@@ -422,46 +396,31 @@ def test_a_student_equal_to_its_teacher_has_no_loss_and_no_gradient() -> None:
         same(gradient, torch.zeros(V, dtype=torch.float64))
 
 
-def test_figures_of_importance_and_divergence_are_of_the_students_tokens() -> None:
-    """Two of the V rows are a teacher's."""
-    live, written = THETA.log_softmax(0).expand(V, V), torch.arange(V) < 2
-    goal = targets(TEACHER, STALE, [], by_teacher_N=written)
-    rho = (THETA.log_softmax(0) - STALE).exp()[2:]
-    sums = lib.token_sums(live, goal)
-    assert float(sums["own_tokens"]) == V - 2
-    same(sums["rho"], rho.sum())
-    same(sums["rho_squared"], rho.square().sum())
-    same(sums["rho_max"], rho.max())
-    stats = lib.mixture(live, goal, lambda p, t: lib.sampled(p, t, None, None), None)[1]
-    same(stats["reverse_kl"][2:], rho * d_of()[2:])
-    assert stats["reverse_kl"][:2].tolist() == [0.0, 0.0]
-
-
 def test_token_sums_are_their_definitions() -> None:
+    """Two of the V rows are a teacher's: importance is of the student's tokens."""
     p, rho = THETA.softmax(0), (THETA.log_softmax(0) - STALE).exp()
-    fresh = torch.tensor([True, False, True, False, False, True])
-    goal = replace(targets(TEACHER, STALE, [0, 3, -1]), fresh_N=fresh)
-    sums = lib.token_sums(THETA.log_softmax(0).expand(V, V), goal)
+    live, fresh = THETA.log_softmax(0).expand(V, V), torch.tensor([True, False, True, False, False, True])
+    goal = replace(targets(TEACHER, STALE, [0, 3, -1], by_teacher_N=torch.arange(V) < 2), fresh_N=fresh)
+    sums = lib.token_sums(live, goal)
     same(sums["student_entropy"], -V * (p * p.log()).sum())
     same(sums["teacher_entropy"], -V * (TEACHER.exp() * TEACHER).sum())
-    same(sums["rho"], rho.sum())
-    same(sums["rho_squared"], (rho**2).sum())
-    same(sums["rho_max"], rho.max())
+    same(sums["rho"], rho[2:].sum())
+    same(sums["rho_squared"], (rho[2:] ** 2).sum())
+    same(sums["rho_max"], rho[2:].max())
     same(sums["fresh_kl"], (rho - 1 - rho.log())[fresh].sum())
-    assert int(sums["fresh_tokens"]) == 3
+    assert (int(sums["own_tokens"]), int(sums["fresh_tokens"])) == (V - 2, 3)
     same(sums["student_mass"], V * p[[0, 3]].sum())
     same(sums["teacher_mass"], V * TEACHER.exp()[[0, 3]].sum())
-    ends = lib.token_sums(THETA.log_softmax(0).expand(V, V), goal, (1, 3))
+    ends = lib.token_sums(live, goal, (1, 3))
     same(ends["student_end"], V * p[[1, 3]].sum())
     same(ends["teacher_end"], V * TEACHER.exp()[[1, 3]].sum())
-    sent = replace(goal, teacher_logp_NV=None)
-    ends = lib.token_sums(THETA.log_softmax(0).expand(V, V), sent, (1, 3))
+    ends = lib.token_sums(live, replace(goal, teacher_logp_NV=None), (1, 3))
     same(ends["teacher_end"], V * TEACHER.exp()[3].sum())  # 1 is not in S
     assert (int(ends["end_tokens"]), int(ends["teacher_end_tokens"])) == (V, V)
     assert "student_end" not in sums
     top = set(p.topk(3).indices.tolist())
     assert float(sums["overlap"]) == pytest.approx(V * len(top & {0, 3}) / 2)
-    one = lib.token_sums(THETA.log_softmax(0).expand(V, V), goal, (), 1)
+    one = lib.token_sums(live, goal, (), 1)
     assert (float(one["overlap"]), int(one["overlap_tokens"])) == (len(top & {0, 3}) / 2, 1)
 
 
@@ -497,6 +456,8 @@ def test_tokens_of_the_teacher_are_learned_by_cross_entropy() -> None:
     rho = (THETA.log_softmax(0) - STALE)[2].exp()
     taken = (0.3 * rho * d_of()[2] - rho * FUTURE[2]) * (hot - p)
     same(mixed - alone, STALE[2].exp() * (0.3 * (p - hot) - taken))
+    _, stats = loss(THETA.log_softmax(0).expand(V, V), targets(TEACHER, STALE, [], by_teacher_N=one, **more))
+    same(stats["reverse_kl"], torch.where(one, 0.0, (THETA.log_softmax(0) - STALE).exp() * d_of()))
 
 
 def test_a_score_gap_shows_dense_scores_of_another_position() -> None:
@@ -509,6 +470,37 @@ def test_a_score_gap_shows_dense_scores_of_another_position() -> None:
         sent = replace(goal, teacher_logp_N=TEACHER.roll(1))
         gap, asked = (TEACHER - TEACHER.roll(1)).abs(), [0, 3] if goal.teacher_logp_NV is None else range(V)
         same(lib.token_sums(live, sent)["score_gap"], gap[list(asked)].sum())
+
+
+def offered() -> dict[str, Callable]:
+    return {
+        "sampled": lambda p, t: lib.sampled(p, t, 5.0, None),
+        "hybrid": lambda p, t: lib.hybrid(p, t, 5.0, None),
+        "forward_topk": lib.forward_topk,
+        "full": lib.full,
+        "both ways": lib.build(Full(forward=0.1)),
+        "ends": lib.build(Full(ends=4.0), [1, 3]),
+        "jsd": lambda p, t: lib.jsd(p, t, 0.5),
+        "skew": lambda p, t: lib.skew(p, t, 0.1),
+        "sft": lib.sft,
+    }
+
+
+def test_a_support_leaves_less_noise_than_the_kl_as_a_baseline_of_the_sampled_token() -> None:
+    """The mean is the same (above); the variance falls from `sampled` by its baseline −KL to `hybrid`."""
+    totals = torch.zeros(3, dtype=torch.float64)
+    for seed in range(30):
+        theta, teacher = logits(seed), logits(100 + seed).log_softmax(0)
+        p, goal = theta.softmax(0), targets(teacher, theta.log_softmax(0), teacher.topk(3).indices.tolist())
+        scores = torch.eye(V, dtype=torch.float64) - p  # row y: the gradient of log p(y) in the logits
+        exact, baseline = through_softmax(d_of(teacher, theta), theta), kl_of(teacher, theta)
+        leaves = theta.expand(V, V).clone().requires_grad_()
+        loss_V, _ = lib.hybrid(leaves.log_softmax(1), goal, None, None)
+        (dense,) = torch.autograd.grad(loss_V.sum(), leaves)
+        d = d_of(teacher, theta)[:, None]
+        noise = [((rows - exact) ** 2).sum(1) for rows in (d * scores, (d - baseline) * scores, dense)]
+        totals += torch.stack([(p * variance).sum() for variance in noise])
+    assert totals[0] > totals[1] > 3 * totals[2], totals
 
 
 def test_the_students_head_in_fp32_credits_later_tokens_as_exactly_as_its_precision_allows() -> None:
@@ -527,15 +519,100 @@ def test_the_students_head_in_fp32_credits_later_tokens_as_exactly_as_its_precis
         assert float((layer.weight.grad.t() - exact).norm() / exact.norm()) < 1e-5
 
 
-def offered() -> dict[str, Callable]:
-    return {
-        "sampled": lambda p, t: lib.sampled(p, t, 5.0, None),
-        "hybrid": lambda p, t: lib.hybrid(p, t, 5.0, None),
-        "forward_topk": lib.forward_topk,
-        "full": lib.full,
-        "both ways": lib.build(Full(forward=0.1)),
-        "ends": lib.build(Full(ends=4.0), [1, 3]),
-        "jsd": lambda p, t: lib.jsd(p, t, 0.5),
-        "skew": lambda p, t: lib.skew(p, t, 0.1),
-        "sft": lib.sft,
-    }
+# --- within sampling masks ----------------------------------------------------------------------------------
+
+
+MASKS = [[0], [1, 4], [3, 0, 5], [2, 1, 0, 4], list(range(V))]
+every_mask = pytest.mark.parametrize("mask", MASKS, ids=str)
+SAMPLED, HYBRID = lib.build(config.Sampled(rho_cap=None)), lib.build(config.StudentTopK(rho_cap=None))
+
+
+def within(logits: Tensor, mask: list[int]) -> Tensor:
+    """log-probabilities [M] of what is left of a softmax."""
+    return logits[mask].log_softmax(0)
+
+
+def masked(mask: list[int], support: list[int] | None = None, teacher: Tensor = TEACHER, **more: Any) -> Any:
+    """Row i of as many as M has ids: M's i-th was sampled from the stale policy."""
+    count, token_M = len(mask), torch.tensor(mask)
+    ids = None if support is None else torch.tensor(support, dtype=torch.int64).expand(count, len(support))
+    return lib.Targets(
+        token_N=token_M,
+        behavior_logp_N=within(STALE, mask),
+        teacher_logp_N=teacher[token_M],
+        fresh_N=torch.zeros(count, dtype=torch.bool),
+        support_NK=ids,
+        support_logp_NK=None if ids is None else teacher[ids.clamp(min=0)],
+        mask_NK=torch.tensor([*mask, -1]).expand(count, count + 1),
+        **more,
+    )
+
+
+def exact(value: Callable[[Tensor], Tensor]) -> Tensor:
+    """Gradient in the logits."""
+    leaf = THETA.clone().requires_grad_()
+    return torch.autograd.grad(value(leaf), leaf)[0]
+
+
+def kl_within(mask: list[int]) -> Callable[[Tensor], Tensor]:
+    """KL(p_M‖q_M) of some logits."""
+
+    def value(theta: Tensor) -> Tensor:
+        logp_M = within(theta, mask)
+        return (logp_M.exp() * (logp_M - within(TEACHER, mask))).sum()
+
+    return value
+
+
+@every_mask
+def test_the_expected_gradient_is_that_of_the_reverse_kl_within_the_mask(mask: list[int]) -> None:
+    draws, wanted = within(STALE, mask), exact(kl_within(mask))
+    same(expected(SAMPLED, masked(mask), draws)[1], wanted)
+    for support in ([], [0], [1, 4, -1], [5, 3, 2], list(range(V))):
+        same(expected(HYBRID, masked(mask, support), draws)[1], wanted)
+    for row in range(len(mask)):  # S holds the mask: exact for every sample
+        same(expected(HYBRID, masked(mask, list(range(V))), only(row, len(mask)))[1], wanted)
+
+
+@every_mask
+def test_a_student_that_is_its_teacher_rests_whatever_was_sampled(mask: list[int]) -> None:
+    goal = masked(mask, [0, 3], teacher=THETA.log_softmax(0))
+    for loss, row in itertools.product((SAMPLED, HYBRID), range(len(mask))):
+        same(expected(loss, goal, only(row, len(mask)))[1], torch.zeros(V, dtype=torch.float64))
+
+
+@every_mask
+def test_a_reward_is_learned_within_the_mask_whatever_the_divergence(mask: list[int]) -> None:
+    """L_task alone: what `advantage_N` adds to the gradient of each objective."""
+    draws, reward = within(STALE, mask), FUTURE[mask]
+    wanted = exact(lambda theta: -(within(theta, mask).exp() * reward).sum())
+    full = {"teacher_logp_NV": TEACHER.expand(len(mask), V)}
+    for objective, more in ((config.Sampled(rho_cap=None), {}), (Full(), full)):
+        loss = lib.build(objective.model_copy(update={"task": TaskReward(rho_cap=None)}))
+        goals = masked(mask, **more), masked(mask, **more, advantage_N=reward)
+        without, rewarded = (expected(loss, goal, draws)[1] for goal in goals)
+        same(rewarded - without, wanted)
+
+
+@pytest.mark.parametrize(
+    "objective", [Full(), config.ForwardTopK(), TopK(rho_cap=None), config.JSD()], ids=str
+)
+def test_divergences_that_take_no_sample_are_of_the_whole_vocabulary(objective: Any) -> None:
+    goal = masked([1, 4], list(range(V)), teacher_logp_NV=TEACHER.expand(2, V))
+    loss, draws = lib.build(objective), within(STALE, [1, 4])
+    same(expected(loss, goal, draws)[1], expected(loss, replace(goal, mask_NK=None), draws)[1])
+
+
+def test_a_token_without_a_mask_is_of_the_whole_vocabulary() -> None:
+    goal = replace(targets(TEACHER, STALE, []), mask_NK=torch.full((V, 3), -1))
+    same(expected(SAMPLED, goal, STALE)[1], exact(kl_within(list(range(V)))))
+
+
+@every_mask
+def test_ratios_are_one_where_the_student_sampled_and_the_mass_is_the_students(mask: list[int]) -> None:
+    fresh = torch.ones(len(mask), dtype=torch.bool)
+    goal = replace(masked(mask), behavior_logp_N=within(THETA, mask), fresh_N=fresh)
+    sums = lib.token_sums(THETA.log_softmax(0).expand(len(mask), V), goal)
+    same(sums["rho"] / len(mask), torch.tensor(1.0, dtype=torch.float64))
+    same(sums["fresh_kl"], torch.tensor(0.0, dtype=torch.float64))
+    same(sums["mask_mass"] / sums["mask_tokens"], THETA.softmax(0)[mask].sum())

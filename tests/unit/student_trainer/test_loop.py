@@ -84,9 +84,7 @@ def test_the_ledger_counts_the_tokens_in_the_loss(tmp_path: Path) -> None:
 
 
 def test_of_ranks_that_share_rows_the_first_names_them(tmp_path: Path) -> None:
-    story = Story(tmp_path, 1)
-    settings = story.trainer.config.trainer.model_copy(update={"sequence_parallel": 2})
-    story.trainer.config = story.trainer.config.model_copy(update={"trainer": settings})
+    story = Story(tmp_path, 1, sequence_parallel=2)
     story.trainer.ranks = Ranks(1, 1, torch.device("cpu"))
     train(story.trainer)
     found = read(story.folder)[0]
@@ -400,9 +398,7 @@ def test_rank_0_alone_votes_for_an_anchor(tmp_path: Path) -> None:
     assert client.reported == []
 
 
-def test_garbage_is_collected_behind_an_anchor_and_every_ten_minutes_at_most(
-    tmp_path: Path,
-) -> None:
+def test_garbage_is_collected_behind_an_anchor_and_every_ten_minutes_at_most(tmp_path: Path) -> None:
     collected, going_on = threading.Event(), threading.Event()
 
     def collect() -> None:
@@ -427,88 +423,61 @@ def begun(tmp_path: Path, steps: int, failures: int) -> tuple[Story, FakePublish
     return story, publisher
 
 
-def waiting_story(tmp_path: Path, answers: list[Any], failures: int) -> tuple[Story, FakePublisher]:
-    """One whose answers come when nothing is on its way."""
-    story, publisher = begun(tmp_path, 0, failures)
-
-    def poll(version: Version) -> Any:
-        story.trainer.publishing.settle()
-        return answers.pop(0)
-
-    story.client.poll = poll
-    return story, publisher
-
-
+@pytest.mark.parametrize(
+    ("pause", "answers", "failures", "published"),
+    [
+        (0.0, [batch(0), *[Wait()] * 3, batch(1), OVER], 2, [("full", 0), ("full", 1), ("delta", 2)]),
+        (60.0, [batch(0), *[Wait(), Wait(publish=True)] * 4, OVER], 1, [("full", 0)]),
+        (0.0, [batch(0), *[Wait()] * 9], 3, [("full", 0)]),
+    ],
+    ids=["no later version comes", "after a pause, also where it is asked for", "its failures end the run"],
+)
 def test_a_trainer_that_waits_publishes_again_what_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pause: float,
+    answers: list[Any],
+    failures: int,
+    published: list[tuple[str, int]],
 ) -> None:
-    """No rollouts may be started until it is there, so no later version comes."""
-    monkeypatch.setattr("student_trainer.transports.REPEAT_SECONDS", 0.0)
-    answers = [batch(0), Wait(), Wait(), Wait(), batch(1), OVER]
-    story, publisher = waiting_story(tmp_path, answers, failures=2)
-    assert train(story.trainer) is Outcome.STOP
-    story.trainer.publishing.settle()
-    assert publisher.done == [("full", 0), ("full", 1), ("delta", 2)]
-
-
-def test_what_failed_is_published_again_after_a_pause_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the wait nor a controller that asks for it ends the run within the pause."""
+    """No rollouts may be started until it is there. The next answer comes when nothing is on its way."""
+    monkeypatch.setattr("student_trainer.transports.REPEAT_SECONDS", pause)
     monkeypatch.setattr("student_trainer.loop._PAUSE_SECONDS", 0.0)
-    waits = [Wait(publish=bool(number % 2)) for number in range(9)]
-    story, publisher = waiting_story(tmp_path, [batch(0), *waits, OVER], failures=1)
-    assert train(story.trainer) is Outcome.STOP
-    assert publisher.done == [("full", 0)]
+    story, publisher = begun(tmp_path, 0, failures)
+    publishing, left = story.trainer.publishing, iter(answers)
+    story.client.poll = lambda version: publishing.settle() and next(left)
+    with pytest.raises(StoreError, match="disk full") if failures == 3 else nullcontext():
+        assert train(story.trainer) is Outcome.STOP
+        publishing.settle()
+    assert publisher.done == published
 
 
 def test_a_version_is_published_again_once_it_is_over_and_without_a_pause_after_a_success() -> None:
-    may_end, failures = threading.Event(), [StoreError("the store went away")]
-
-    def stage(version: Version, anchor: bool) -> Any:
-        def work() -> bool:
-            may_end.wait(600)
-            if failures:
-                raise failures.pop()
-            return False
-
-        return work
-
-    publishing = Publishing(stage)
+    may_end = threading.Event()
+    publishing = Publishing(lambda version, anchor: lambda: not may_end.wait(600))
     publishing.publish(Version(0, 1), anchor=True)
     assert not publishing.repeats(due=True), "it is on its way"
     may_end.set()
-    publishing.settle()
-    assert not publishing.repeats(due=True), "it has just failed"
-    publishing.publish(Version(0, 2), anchor=True)
     publishing.settle()
     assert publishing.repeats(due=True)
     assert not publishing.repeats(due=False)
 
 
-def test_a_trainer_that_waits_ends_when_publishing_keeps_failing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failures", [0, 1])
+@pytest.mark.parametrize("outcome", [Outcome.STOP, Outcome.STOP_AND_CHECKPOINT, Outcome.INTERRUPTED])
+def test_the_last_version_has_its_digests_reported_and_is_an_error_where_it_failed(
+    tmp_path: Path, outcome: Outcome, failures: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("student_trainer.transports.REPEAT_SECONDS", 0.0)
-    story, publisher = waiting_story(tmp_path, [batch(0), *[Wait()] * 9], failures=3)
-    with pytest.raises(StoreError, match="disk full"):
-        train(story.trainer)
-    assert publisher.done == [("full", 0)]
-
-
-def ended(tmp_path: Path, failures: int, outcome: Outcome) -> Story:
-    """A run of one step from its first version to its end; so many publications after the first fail."""
     story, _ = begun(tmp_path, 1, failures)
+    interrupted = outcome is Outcome.INTERRUPTED
     train(story.trainer)
-    with pytest.raises(StoreError) if failures and outcome is not Outcome.INTERRUPTED else nullcontext():
+    with pytest.raises(StoreError) if failures and not interrupted else nullcontext():
         finish(story.trainer, outcome)
-    return story
-
-
-def test_the_digests_of_the_last_version_are_reported(tmp_path: Path) -> None:
-    story = ended(tmp_path, 0, Outcome.STOP)
-    assert story.client.reported[-1] == wire.FinalDigests(version=Version(0, 1), digests={"a": "digest"})
-    assert (tmp_path / "final").is_dir()
+    digests = wire.FinalDigests(version=Version(0, 1), digests={"a": "digest"})
+    assert (story.client.reported[-1] == digests) is (digests in story.client.reported) is (not failures)
+    assert (tmp_path / "final").is_dir() is not interrupted, "what was trained is there"
+    loud = "the last version L000-v00000001 was not published, so no replica can be compared with it"
+    assert (loud in caplog.text) is bool(failures and interrupted)
 
 
 def test_an_export_that_fails_is_not_the_end_of_a_run(
@@ -522,20 +491,7 @@ def test_an_export_that_fails_is_not_the_end_of_a_run(
     train(story.trainer)
     with pytest.raises(DataError, match="full"):
         finish(story.trainer, Outcome.STOP)
-    assert not [event for event in story.client.reported if isinstance(event, wire.FinalDigests)], (
-        "what has reported the end is not started again"
-    )
-
-
-@pytest.mark.parametrize("outcome", [Outcome.STOP, Outcome.STOP_AND_CHECKPOINT, Outcome.INTERRUPTED])
-def test_a_last_version_that_failed_has_no_digests_and_is_an_error(
-    tmp_path: Path, outcome: Outcome, caplog: pytest.LogCaptureFixture
-) -> None:
-    story = ended(tmp_path, 1, outcome)
-    assert not [event for event in story.client.reported if isinstance(event, wire.FinalDigests)]
-    assert (tmp_path / "final").is_dir() is (outcome is not Outcome.INTERRUPTED), "what was trained is there"
-    loud = "the last version L000-v00000001 was not published, so no replica can be compared with it"
-    assert (loud in caplog.text) is (outcome is Outcome.INTERRUPTED)
+    assert story.reported() == ["StepReport 1"], "what has reported the end is not started again"
 
 
 def test_other_errors_of_a_publication_end_the_run(tmp_path: Path) -> None:

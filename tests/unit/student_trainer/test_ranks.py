@@ -16,47 +16,29 @@ from student_trainer.launch import RENDEZVOUS
 from student_trainer.ranks import Ranks
 from sync.wire.server import ON_LOOPBACK, hold_port
 
-RANK = """
-import json, sys
-import torch
-from torch import distributed as dist
-from student_trainer.ranks import Ranks
-
-rank, size = int(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=size)
-ranks = Ranks(rank, size, torch.device("cpu"))
-bodies = [ranks.collect(bytes([7 + rank]) * length) for length in (rank, 0, 3 - rank)]
-print(json.dumps([[body.hex() for body in part] for part in bodies]))
-dist.destroy_process_group()
-"""
-
-
-def test_bytes_of_any_length_reach_every_rank(tmp_path: Path) -> None:
-    lines = [[sys.executable, "-c", RANK, rank, "2", str(tmp_path / "meet")] for rank in "01"]
-    started = [subprocess.Popen(line, stdout=subprocess.PIPE) for line in lines]
-    told = [json.loads(process.communicate(timeout=600)[0]) for process in started]
-    assert told == [[["", "08"], ["", ""], ["070707", "0808"]]] * 2
-
 
 def test_a_single_rank_needs_no_group() -> None:
     assert Ranks(0, 1, torch.device("cpu")).collect(b"alone") == [b"alone"]
 
 
 MEETING = """
-import sys
-from torch import distributed, tensor
-from student_trainer.ranks import meeting_point
+import json, sys
+from torch import device, distributed
+from student_trainer.ranks import Ranks, meeting_point
 distributed.init_process_group("gloo", **meeting_point())
-total = tensor([1.0])
-distributed.all_reduce(total)
-print(int(total), flush=True)
+rank = distributed.get_rank()
+ranks = Ranks(rank, 2, device("cpu"))
+bodies = [ranks.collect(bytes([7 + rank]) * length) for length in (rank, 0, 3 - rank)]
+print(json.dumps([[body.hex() for body in part] for part in bodies]), flush=True)
 sys.stdin.read()
 distributed.destroy_process_group()
 """
 
 
 @pytest.mark.parametrize("place", ["file", "port"])
-def test_ranks_meet_and_listen_on_loopback_alone(place: str, tmp_path: Path) -> None:
+def test_ranks_meet_and_listen_on_loopback_alone_and_bytes_of_any_length_reach_all(
+    place: str, tmp_path: Path
+) -> None:
     reserved = hold_port("127.0.0.1", 0)  # as a launcher does
     port = reserved.getsockname()[1]
     where = {RENDEZVOUS: f"file://{tmp_path}/store"} if place == "file" else {}
@@ -72,7 +54,8 @@ def test_ranks_meet_and_listen_on_loopback_alone(place: str, tmp_path: Path) -> 
         for rank in range(2)
     ]
     try:
-        assert [rank.stdout.readline() for rank in ranks] == ["2\n", "2\n"]
+        bodies = [json.loads(rank.stdout.readline()) for rank in ranks]
+        assert bodies == [[["", "08"], ["", ""], ["070707", "0808"]]] * 2
         open_now = [one for rank in ranks for one in psutil.Process(rank.pid).net_connections("tcp")]
         listening = [one.laddr for one in open_now if one.status == "LISTEN"]
         assert {address.ip for address in listening} <= {"127.0.0.1"}

@@ -33,20 +33,22 @@ def flat(ranks: int, rank: int, seed: float) -> list[Tensor]:
     return [torch.cat([split(t, ranks)[rank] for t in group.values()]) for group in wholes(seed)]
 
 
-def saved(ranks: int, **more: Any) -> list[dict[str, Any]]:
+def saved(ranks: int, held: Any = flat, **more: Any) -> list[dict[str, Any]]:
     """What so many ranks saved of two parameter groups."""
     shards: list[dict[str, Any]] = []
     for rank in range(ranks):
-        moments = enumerate(flat(ranks, rank, 100.0))
+        moments = enumerate(held(ranks, rank, 100.0))
         state = {i: {"step": torch.tensor(4.0), "exp_avg": moment, **more} for i, moment in moments}
         groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}]
-        shards.append({"fp32_flat_groups": flat(ranks, rank, 0.0), "overflow": False})
+        shards.append({"fp32_flat_groups": held(ranks, rank, 0.0), "overflow": False})
         shards[-1]["optimizer_state_dict"] = {"state": state, "param_groups": groups}
+        shards[-1]["ds_zero_partition_groups"] = ["of the old ranks"]
     return shards
 
 
 def check(state: dict[str, Any], masters: list[Tensor], moments: list[Tensor]) -> None:
     """A rank's state holds these, without their padding."""
+    assert "ds_zero_partition_groups" not in state
     assert len(state["fp32_flat_groups"]) == len(masters)
     for index, (master, moment) in enumerate(zip(masters, moments, strict=True)):
         assert torch.equal(state["fp32_flat_groups"][index], master.clamp(min=0))
@@ -97,26 +99,18 @@ def test_a_state_that_cannot_be_cut_is_refused() -> None:
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (6, 2), (2, 6), (4, 6)])
 def test_shared_experts_come_to_the_ranks_that_hold_the_same_ones_now(old: int, new: int) -> None:
     """Two ranks share the experts `x`: those of even and of odd ranks are others; `a` lies over all ranks."""
-    shapes = [{"a": (3, 5)}, {"x": (7,)}]
     experts = [torch.arange(7.0) + 10, torch.arange(7.0) + 20]
 
-    def held(rank: int, size: int, more: float) -> list[Tensor]:
+    def held(size: int, rank: int, more: float) -> list[Tensor]:
         own = split(experts[rank % 2] + more, size // 2)[rank // 2]
         return [split(torch.arange(15.0) + more, size)[rank], own]
 
-    shards = []
-    for rank in range(old):
-        state = {i: {"exp_avg": moment} for i, moment in enumerate(held(rank, old, 100.0))}
-        optimizer = {"state": state, "param_groups": [{"params": [0]}, {"params": [1]}]}
-        shards.append({"fp32_flat_groups": held(rank, old, 0.0), "optimizer_state_dict": optimizer})
-        shards[-1]["ds_zero_partition_groups"] = ["of the old ranks"]
-    places = layout(shapes, old, {"x": 2})
+    places = layout([{"a": (3, 5)}, {"x": (7,)}], old, {"x": 2})
     assert places["x"] == Place(1, 0, 7, 2)
+    groups = [[places["a"]], [places["x"]]]
     for rank in range(new):
-        groups = [[places["a"]], [places["x"]]]
-        state = rebuild(shards, groups, [0, 1], Ranks(rank, new, torch.device("cpu")))
-        assert "ds_zero_partition_groups" not in state
-        check(state, held(rank, new, 0.0), held(rank, new, 100.0))
+        state = rebuild(saved(old, held), groups, [0, 1], Ranks(rank, new, torch.device("cpu")))
+        check(state, held(new, rank, 0.0), held(new, rank, 100.0))
 
 
 def test_parameters_behind_shared_experts_in_a_flat_group_are_found() -> None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +18,10 @@ import torch
 from attention_families import FAMILIES
 from launched_trainer import rows
 
-from student_trainer import parallelism
-from student_trainer.config import TrainerSettings
-from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.routing import LIVE
 from student_trainer.sequence_split import SequenceGroup, SplitRows, split
 from student_trainer.step import collate, divided
 from student_trainer.varlen import PackedRows
-from sync.base.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 WORLD = 4
@@ -93,42 +88,6 @@ def test_a_rank_keeps_its_share_of_the_activations(stepped: Found) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_does_not_see_whole_rows_is_refused_by_every_rank(stepped: Found, name: str) -> None:
     assert all(REFUSED[name][1] in found[name]["refused"] for found in stepped)
-
-
-LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default"}}
-LINEAR = ["linear_attention", "full_attention"]
-BY_KIND = {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}
-
-
-def settings(size: int = 4, **more: Any) -> TrainerSettings:
-    path = ROOT / "configs/deepspeed/zero3_cpu.json"
-    return TrainerSettings(deepspeed=path, sequence_parallel=size, **more)
-
-
-def problems(change: dict[str, Any], world: int | None = 4, **more: Any) -> list[str]:
-    return list(parallelism.problems(settings(**more), SimpleNamespace(**LLAMA | change), world))
-
-
-def test_what_cannot_be_split_is_named() -> None:
-    assert problems({}) == problems({}, None) == problems({}, 8, attention="eager") == []
-    assert problems({"num_attention_heads": 3}, 3, size=1, attention="flash_attention_2") == []
-    for problem, named in [
-        (problems({}, 6), "is 4 and the trainer has 6 ranks: it must divide them"),
-        (problems({}, attention="flash_attention_2"), "heads are exchanged for sdpa and eager alone"),
-        (problems({"layer_types": LINEAR}, packing="padded"), "kind linear_attention, which"),
-        (problems({"layer_types": ["chunked_attention"]}, packing="padded"), "of the kind chunked_attention"),
-        (problems({"rope_parameters": {"rope_type": "dynamic"}}), "is of the type dynamic, which follows"),
-        (problems({"rope_parameters": BY_KIND}), "rotary embedding is of the type longrope"),
-        (problems({"num_attention_heads": 6}), "has 6 attention heads: it must divide them"),
-        (problems({"num_attention_heads": 12, "num_key_value_heads": 3}), "has 3 heads of keys and values"),
-    ]:
-        (line,) = problem
-        assert named in line
-
-
-def test_deepspeeds_own_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel decides this alone"):
-        deepspeed_config(settings(1, overrides={"sequence_parallel_size": 2}))
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from blake3 import blake3
 from msgspec.structs import replace
+from plain_step import flat_rows
 
 from student_trainer.step import collate
 from student_trainer.teacher_scores import TeacherScores
@@ -17,6 +20,7 @@ from sync.base.errors import DataError, Interrupted, Overloaded, RemoteError, Un
 from sync.wire import Array, Kept, Rows, Scored, ScoreReply, ScoreSequence, Version, Want, pack, unpack
 
 HERE, THERE = "http://here:1", "http://there:2"
+SERVERS = wire.TeacherServers(urls=[HERE, THERE], fingerprint="model")
 WANT = Want(topk=2, entropy=True, hidden=True)
 
 
@@ -46,72 +50,77 @@ class Teacher:
         self.models: list[str | None] = []
         self.make = scores
 
-    def keep(self, sequence: ScoreSequence, url: str = HERE) -> Kept:
-        """In frames of the first two positions and of the others, if there are others."""
-        key, parts = f"b0-{len(self.kept)}", [scores(sequence, at=at) for at in (slice(2), slice(2, None))]
-        body = b"".join(wire.frame(ScoreReply(results=[part])) for part in parts if part.logprob.data)
+    def keep(self, *parts: Scored, url: str = HERE) -> Kept:
+        """A frame of each."""
+        key, body = f"b0-{len(self.kept)}", b"".join(wire.frame(ScoreReply(results=[part])) for part in parts)
         self.kept[url, key] = body
         return Kept(url, key, len(body), blake3(body).digest(wire.DIGEST_BYTES))
 
     def connect(self, url: str) -> Any:
-        teacher = self
+        return SimpleNamespace(url=url, once=partial(self._once, url))
 
-        class Peer:
-            def __init__(self) -> None:
-                self.url = url
+    def _once(
+        self, url: str, path: str, body: bytes | None, timeout: float, model: str | None = None
+    ) -> bytes:
+        if body is None:
+            found = self.kept.get((url, path.removeprefix("/v1/scores/")))
+            if found is None:
+                raise RemoteError("404")
+            return found
+        self.models.append(model)
+        if self.answers:
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        (sequence,) = wire.decode(body, wire.ScoreRequest).sequences
+        self.requests.append(sequence)
+        return wire.encode(ScoreReply(results=[self.make(sequence, 100.0)]))
 
-            def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> bytes:
-                if body is None:
-                    found = teacher.kept.get((url, path.removeprefix("/v1/scores/")))
-                    if found is None:
-                        raise RemoteError("404")
-                    return found
-                teacher.models.append(model)
-                if teacher.answers:
-                    answer = teacher.answers.pop(0)
-                    if isinstance(answer, Exception):
-                        raise answer
-                    return answer
-                (sequence,) = wire.decode(body, wire.ScoreRequest).sequences
-                teacher.requests.append(sequence)
-                return wire.encode(ScoreReply(results=[teacher.make(sequence, 100.0)]))
 
-        return Peer()
+@pytest.fixture
+def teacher() -> Teacher:
+    return Teacher()
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits before another try."""
+    monkeypatch.setattr("student_trainer.teacher_scores.Backoff.next", lambda self, least=0.0: 0.0)
 
 
 def batch(teacher: Teacher, *lengths: int, seen: list[int] | None = None, most: int = 99) -> wire.TrainBatch:
-    """Rows whose prompts are one token, and whose completions are numbered on; `most` tokens are trained."""
-    kept, tokens, start = [], [], 1
+    """Rows whose prompts are one token, and whose completions are numbered on; `most` tokens are trained.
+
+    The scores of each are kept in frames of the first two positions and of the others.
+    """
+    kept, prompts, completions, start = [], [], [], 1
     for row, length in enumerate(lengths):
         prompt, completion = [start], list(range(start + 1, start + 1 + length))
         given = ScoreSequence.of(f"r{row}", ids(seen or prompt), ids(completion))
-        kept.append(teacher.keep(given))
-        tokens += prompt + completion[:most]
+        parts = [scores(given, at=at) for at in (slice(2), slice(2, None))]
+        kept.append(teacher.keep(*(part for part in parts if part.logprob.data)))
+        prompts.append(prompt)
+        completions.append(completion[:most])
         start += length + 1
-    trained = [min(length, most) for length in lengths]
-    flat = pack(np.zeros(sum(trained), "f4"))
-    rows = Rows(
-        ids=[f"r{row}" for row in range(len(lengths))],
-        tokens=ids(tokens),
-        prompt_lens=ids([1] * len(lengths)),
-        completion_lens=ids(trained),
-        behavior_logprob=flat,
-        token_step=ids([0] * sum(trained)),
-        teacher=ids([0] * len(lengths)),
-        teacher_logprob=flat,
-        kept=kept,
-        teacher_prompts=[ids(seen) if seen else None] * len(lengths),
-    )
-    return wire.TrainBatch(version=Version(0, 0), denominator=sum(trained) or 1, micro_batches=[rows])
+    names = [f"r{row}" for row in range(len(lengths))]
+    given_prompts = [ids(seen) if seen else None] * len(lengths)
+    rows = flat_rows(names, prompts, completions, kept=kept, teacher_prompts=given_prompts)
+    return wire.TrainBatch(version=Version(0, 0), denominator=99, micro_batches=[rows])
 
 
 def ids(values: list[int]) -> Array:
     return pack(np.array(values, "i4"))
 
 
-def rank(teacher: Teacher, want: Want = WANT, student_topk: int = 0) -> TeacherScores:
-    servers, never = wire.TeacherServers(urls=[HERE, THERE], fingerprint="model"), threading.Event()
-    return TeacherScores(["t"], want, student_topk, 50, lambda name: servers, teacher.connect, never)
+def rank(
+    teacher: Teacher,
+    want: Want = WANT,
+    student_topk: int = 0,
+    servers: Any = lambda name: SERVERS,
+    stopping: threading.Event = threading.Event(),
+) -> TeacherScores:
+    return TeacherScores(["t"], want, student_topk, 50, servers, teacher.connect, stopping)
 
 
 def with_rows(given: wire.TrainBatch, **change: Any) -> wire.TrainBatch:
@@ -123,8 +132,7 @@ def filled(teacher: Teacher, given: wire.TrainBatch) -> Rows:
     return rank(teacher).filled(given).micro_batches[0]
 
 
-def test_the_scores_of_every_row_fill_its_arrays_in_order() -> None:
-    teacher = Teacher()
+def test_the_scores_of_every_row_fill_its_arrays_in_order(teacher: Teacher) -> None:
     given = batch(teacher, 3, 1, 2)
     rows = filled(teacher, given)
     assert unpack(rows.teacher_logprob).tolist() == [-2, -3, -4, -6, -8, -9]
@@ -135,15 +143,13 @@ def test_the_scores_of_every_row_fill_its_arrays_in_order() -> None:
     assert teacher.requests == []
 
 
-def test_a_cut_completion_takes_the_scores_of_its_first_tokens() -> None:
-    teacher = Teacher()
+def test_a_cut_completion_takes_the_scores_of_its_first_tokens(teacher: Teacher) -> None:
     rows = filled(teacher, batch(teacher, 5, 1, most=3))
     assert unpack(rows.teacher_logprob).tolist() == [-2, -3, -4, -8]
     assert rows.teacher_hidden.shape == (4, 3)
 
 
-def test_an_environments_tokens_are_fetched_with_the_others_and_are_not_trained_on() -> None:
-    teacher = Teacher()
+def test_an_environments_tokens_are_fetched_with_the_others_and_are_not_trained_on(teacher: Teacher) -> None:
     own = pack(np.array([1, 0, 0, 1, 1, 1, 1], np.uint8))
     rows = filled(teacher, with_rows(batch(teacher, 5, 2), own=own))
     assert unpack(rows.teacher_logprob).tolist() == [-2, -3, -4, -5, -6, -8, -9]
@@ -153,35 +159,21 @@ def test_an_environments_tokens_are_fetched_with_the_others_and_are_not_trained_
     assert targets.teacher_hidden_NG.shape == (5, 3)
 
 
-def test_too_few_positions_are_scored_again() -> None:
-    teacher = Teacher()
-    given = batch(teacher, 5)
-    (place,) = teacher.kept
-    first = scores(ScoreSequence.of("r0", ids([1]), ids([2, 3, 4])), at=slice(2))
-    short = wire.frame(ScoreReply(results=[first]))
-    kept = [Kept(HERE, place[1], len(short), blake3(short).digest(wire.DIGEST_BYTES))]
-    teacher.kept[place] = short
-    rows = filled(teacher, with_rows(given, kept=kept))
-    assert rows.kept == [None]
-    assert unpack(rows.teacher_logprob).tolist() == [-102, -103, -104, -105, -106]
-
-
-@pytest.mark.parametrize("fault", ["gone", "changed", "another", "elsewhere"])
-def test_what_is_gone_or_changed_is_scored_again_with_the_tokens(fault: str) -> None:
-    teacher = Teacher()
+@pytest.mark.parametrize("fault", ["gone", "changed", "another", "short", "elsewhere"])
+def test_what_is_gone_or_changed_is_scored_again_with_the_tokens(teacher: Teacher, fault: str) -> None:
     given = batch(teacher, 2, 2, seen=[7, 8])
     (first, second) = teacher.kept
     if fault == "gone":
         del teacher.kept[second]
     elif fault == "changed":
-        teacher.kept[second] = teacher.kept[second][:-1] + b"\x7f"
+        five, four = (np.float32(number).tobytes() for number in (-5, -4))
+        teacher.kept[second] = teacher.kept[second].replace(five, four)
     elif fault == "another":
         teacher.kept[second] = teacher.kept[first]
     else:
-        rows = given.micro_batches[0]
-        moved = [rows.kept[0], replace(rows.kept[1], url="http://once:3")]
-        given = with_rows(given, kept=moved)
-        teacher.kept["http://once:3", moved[1].key] = teacher.kept.pop(second)
+        count, url = (1, HERE) if fault == "short" else (2, "http://once:3")
+        part = scores(ScoreSequence.of("r1", ids([7, 8]), ids([5, 6])), at=slice(count))
+        given = with_rows(given, kept=[given.micro_batches[0].kept[0], teacher.keep(part, url=url)])
     rows = filled(teacher, given)
     assert unpack(rows.teacher_logprob).tolist() == [-2, -3, -105, -106]
     assert [one is None for one in rows.kept] == [False, True]
@@ -190,31 +182,38 @@ def test_what_is_gone_or_changed_is_scored_again_with_the_tokens(fault: str) -> 
     assert (asked.start, teacher.models) == (2, ["model"])
 
 
-def test_a_teacher_that_is_away_or_full_is_asked_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("student_trainer.teacher_scores.Backoff.next", lambda self, least=0.0: 0.0)
-    teacher = Teacher()
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [Unreachable("gone"), Overloaded("full", 0.0), *[Unreachable("gone")] * 5],
+        [wire.encode(ScoreReply(results=[]))],
+    ],
+    ids=["away or full", "one bad reply"],
+)
+@pytest.mark.usefixtures("at_once")
+def test_a_teacher_is_asked_until_it_answers(teacher: Teacher, answers: list[Any]) -> None:
     given = batch(teacher, 2)
     teacher.kept.clear()
-    teacher.answers = [Unreachable("gone"), Overloaded("full", 0.0), *[Unreachable("gone")] * 5]
+    teacher.answers = [*answers]
     assert unpack(filled(teacher, given).teacher_logprob).tolist() == [-102, -103]
 
 
-def test_a_teacher_that_registers_elsewhere_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("at_once")
+def test_a_teacher_that_registers_elsewhere_is_looked_up(
+    teacher: Teacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While none of its processes has registered, its rows wait; scores kept at the new place are fetched."""
-    monkeypatch.setattr("student_trainer.teacher_scores.Backoff.next", lambda self, least=0.0: 0.0)
-    teacher, never, told = Teacher(), threading.Event(), [Unreachable("none has registered")] * 2
-    given = batch(teacher, 2)
-    where = iter([*told, wire.TeacherServers(urls=["http://old:1"], fingerprint="model")])
-    now = wire.TeacherServers(urls=[HERE, THERE], fingerprint="model")
+    monkeypatch.setattr("student_trainer.teacher_scores.ASK_SECONDS", 0.0)
+    given, old = batch(teacher, 2), wire.TeacherServers(urls=["http://old:1"], fingerprint="model")
+    told = [old, None, None]
 
     def servers(_: str) -> wire.TeacherServers:
-        found = next(where, now)
-        if isinstance(found, Exception):
-            raise found
+        found = told.pop() if told else SERVERS
+        if found is None:
+            raise Unreachable("none has registered")
         return found
 
-    one = TeacherScores(["t"], WANT, 0, 50, servers, teacher.connect, never)
-    monkeypatch.setattr("student_trainer.teacher_scores.ASK_SECONDS", 0.0)
+    one = rank(teacher, servers=servers)
     (first,) = one.filled(given).micro_batches
     assert first.kept == [None], "the old place had nothing: computed from the tokens"
     (second,) = one.filled(given).micro_batches
@@ -222,8 +221,7 @@ def test_a_teacher_that_registers_elsewhere_is_looked_up(monkeypatch: pytest.Mon
     assert len(teacher.requests) == 1
 
 
-def test_two_replies_that_cannot_be_used_name_server_field_value_and_rule() -> None:
-    teacher = Teacher()
+def test_two_replies_that_cannot_be_used_name_server_field_value_and_rule(teacher: Teacher) -> None:
     given = batch(teacher, 2)
     teacher.kept.clear()
     bad = replace(scores(ScoreSequence.of("r0", ids([1]), ids([2, 3]))), hidden=None)
@@ -232,28 +230,18 @@ def test_two_replies_that_cannot_be_used_name_server_field_value_and_rule() -> N
         rank(teacher).filled(given)
 
 
-def test_one_bad_reply_is_followed_by_another_try() -> None:
-    teacher = Teacher()
-    given = batch(teacher, 2)
-    teacher.kept.clear()
-    teacher.answers = [wire.encode(ScoreReply(results=[]))]
-    assert unpack(filled(teacher, given).teacher_logprob).tolist() == [-102, -103]
-
-
 @pytest.mark.parametrize("gone", [False, True])
-def test_the_students_ids_come_with_their_scores_and_the_teachers_when_they_are_gone(gone: bool) -> None:
-    teacher = Teacher()
+def test_the_students_ids_come_with_their_scores_and_the_teachers_when_they_are_gone(
+    teacher: Teacher, gone: bool
+) -> None:
     teacher.make = lambda *asked: replace(scores(*asked), hidden=None)
     gathered = {"gather_ids": pack(np.array([[8, -1], [24, 32]], "i4")), "gathered": pack(OWN)}
     whole = teacher.make(ScoreSequence.of("r0", ids([1]), ids([2, 3])))
     whole = replace(whole, topk_ids=None, topk_logprob=None, **gathered)
-    given = batch(teacher, 2)
-    (place,) = teacher.kept
-    body = wire.frame(ScoreReply(results=[whole]))
-    teacher.kept = {} if gone else {place: body}
-    kept = [Kept(*place, len(body), blake3(body).digest(wire.DIGEST_BYTES))]
-    fetching = rank(teacher, Want(entropy=True), student_topk=2)
-    (rows,) = fetching.filled(with_rows(given, kept=kept)).micro_batches
+    given = with_rows(batch(teacher, 2), kept=[teacher.keep(whole)])
+    if gone:
+        teacher.kept.clear()
+    (rows,) = rank(teacher, Want(entropy=True), student_topk=2).filled(given).micro_batches
     assert rows.teacher_topk_ids is rows.teacher_topk_logprob is None
     assert unpack(rows.student_topk_ids).tolist() == ([[0, 1]] * 2 if gone else [[8, -1], [24, 32]])
     expected = np.full((2, 2), -9.0) if gone else OWN
@@ -263,19 +251,15 @@ def test_the_students_ids_come_with_their_scores_and_the_teachers_when_they_are_
 OWN = np.array([[-1, 0], [-3, -4]], "f2")
 
 
-def test_a_rank_without_rows_has_nothing_to_fetch() -> None:
-    teacher = Teacher()
+def test_a_rank_without_rows_has_nothing_to_fetch(teacher: Teacher) -> None:
     assert filled(teacher, batch(teacher)).ids == []
 
 
-def test_a_stop_ends_the_wait_for_a_teacher() -> None:
-    teacher = Teacher()
+def test_a_stop_ends_the_wait_for_a_teacher(teacher: Teacher) -> None:
     given = batch(teacher, 1)
     teacher.kept.clear()
     teacher.answers = [Unreachable("gone")] * 9
     stopping = threading.Event()
-    servers = wire.TeacherServers(urls=[HERE], fingerprint=None)
-    waiting = TeacherScores(["t"], WANT, 0, 50, lambda name: servers, teacher.connect, stopping)
     threading.Timer(0.1, stopping.set).start()
     with pytest.raises(Interrupted):
-        waiting.filled(given)
+        rank(teacher, stopping=stopping).filled(given)

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from attention_families import FAMILIES, MIXTURE, VOCAB, model
+from attention_families import FAMILIES, VOCAB, model
 from torch import Tensor
 
-from student_trainer.config import LoRAConfig, TrainerSettings
+from student_trainer.config import LoRAConfig
 from student_trainer.engine import Student, check_rows, head_shape, with_adapters
-from student_trainer.parallelism import problems
 from student_trainer.varlen import TOGETHER, PackedRows, replace_attention, row_attention, window_of
 from sync.base.errors import ConfigError
 
@@ -128,27 +127,6 @@ def test_rows_of_about_one_length_are_computed_together(monkeypatch: pytest.Monk
     short = TOGETHER // 64
     assert PackedRows((8,) * (short + 1)).groups(CPU).sizes == [(short, 8), (1, 8)]
     assert PackedRows((300, 7, 301, 299)).groups(CPU).sizes == [(1, 7), (1, 300), (1, 301), (1, 299)]
-
-
-def hybrid() -> Any:
-    kinds = ["linear_attention", "full_attention"]
-    linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "num_experts": 4}
-    return model("Qwen3Next", **linear, **MIXTURE, layer_types=kinds)
-
-
-@pytest.mark.parametrize(
-    ("network", "why"),
-    [
-        (hybrid, "the student has layers of the kind linear_attention, through which rows"),
-        (lambda: model("Llama4", layer_types=["chunked_attention"] * 2), "of the kind chunked_attention"),
-    ],
-    ids=["linear attention", "chunks"],
-)
-def test_models_with_other_layers_are_refused_by_name(network: Any, why: str) -> None:
-    settings = TrainerSettings(deepspeed="zero3.json")
-    (problem,) = problems(settings, network().config.get_text_config(), None)
-    assert why in problem
-    assert 'set trainer.packing = "padded"' in problem
 
 
 def test_a_model_with_attention_of_its_own_is_refused_by_name() -> None:
