@@ -249,7 +249,7 @@ class Plan:
     hours: float
     gpus: int
     threads: dict[str, int]
-    """As `threads_each` has them; empty: the roles compute on GPUs."""
+    """As `threads_each` has them; empty: roles compute on GPUs or elsewhere."""
 
     @property
     def longest(self) -> dict[str, float]:
@@ -349,7 +349,7 @@ def plan(
         bytes_per_token(config) * tokens / step * DAY,
         config.run.steps * step / 3600,
         0 if device.name == CPU else gpus(config, uses),
-        threads_each(stages, roles, len(os.sched_getaffinity(0))) if device.name == CPU else {},
+        _threads(config, stages, roles) if device.name == CPU else {},
     )
 
 
@@ -380,6 +380,17 @@ def step_seconds(config: RunConfig, stages: Sequence[Stage], roles: Mapping[str,
         for place, share in roles[stage.role].load.items():
             busy[place] += share * stage.seconds
     return max(*(stage.seconds for stage in stages), *busy.values())
+
+
+def _threads(config: RunConfig, stages: Sequence[Stage], roles: Mapping[str, Role]) -> dict[str, int]:
+    """As `threads_each`; one stage after the other each gets all cores of this machine. Empty: not all of the
+    run is here."""
+    cores = len(os.sched_getaffinity(0))
+    if machines(config.trainer) > 1 or any(process.url for process in processes(config)):
+        return {}
+    if config.buffer.max_staleness == 0:
+        return {stage.role: max(1, cores // roles[stage.role].processes) for stage in stages}
+    return threads_each(stages, roles, cores)
 
 
 def threads_each(stages: Sequence[Stage], roles: Mapping[str, Role], cores: int) -> dict[str, int]:

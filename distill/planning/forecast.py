@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -194,7 +195,7 @@ def precision(device: Device) -> str:
 def split(plan: Plan) -> str:
     """One sentence: which role should get more GPUs; "": no stage is twice as slow as the next."""
     slow, following, *_ = plan.slowest
-    if slow.seconds <= SLOWER * following.seconds:
+    if plan.device == CPU or slow.seconds <= SLOWER * following.seconds:
         return ""
     ratio = (
         f"Stage {slow.kind} takes {slow.seconds / following.seconds:.1f} times as long as {following.kind}"
@@ -210,13 +211,13 @@ def split(plan: Plan) -> str:
 
 
 def threads(plan: Plan) -> str:
-    """One sentence: the threads with which the slowest stage is fastest, as settings; "": it runs on GPUs."""
+    """One sentence: the threads with which a step is fastest, as words of a command; "": not known."""
     keys = {REPLICAS: "student.env.OMP_NUM_THREADS", TRAINER: "trainer.threads"}
     words = []
     for role, count in plan.threads.items():
-        key = keys.get(role) or f"teachers.{role.removeprefix('teacher ')}.threads"
-        words.append(f"--set '{key}=\"{count}\"'" if role == REPLICAS else f"--set {key}={count}")
-    return f"Threads with which the slowest stage is fastest here: {' '.join(words)}" if words else ""
+        key = keys.get(role) or f'teachers."{role.removeprefix("teacher ")}".threads'
+        words += ["--set", shlex.quote(f'{key}="{count}"' if role == REPLICAS else f"{key}={count}")]
+    return f"Threads with which a step is fastest on these cores: {' '.join(words)}" if words else ""
 
 
 def comparison(run: Measured, planned: Plan) -> Iterator[str]:

@@ -59,6 +59,7 @@ def load_head(
     finally:
         logging.set_verbosity(verbosity)
     head = find_head(model.eval(), vocab_size, device)
+    head = replace(head, weight_VH=head.weight_VH.clone())  # a checkpoint's file may change under its pages
     return head, model.dtype, len(model.get_output_embeddings().weight)
 
 

@@ -9,7 +9,7 @@ Beside them stands what a step cannot be faster than: its three computations, ea
 vLLM generates offline, the teacher makes a forward pass, the trainer's step is AdamW's without ZeRO, with the
 precision and the rows of the run, for one of its batches of typical length. A run whose roles overlap
 perfectly and that computes nothing else takes the longest of the three, or their sum over the cores,
-whichever is more. What the run's processes took for a step stands beside it, by role.
+whichever is more; with n threads one takes 1/n. What the run's processes took stands beside it, by role.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from distill.evaluation.models import load_model, load_student
 from distill.launch import replica_command
 from distill.launch.preflight import claim_of
 from distill.metrics.results import read_run
+from distill.metrics.summary import threads
 from distill.prompts.sources import open_prompts
 from distill.record.rollout import Rollout
 from distill.tasks.sort_letters import lesson_loss, letter_tokenizer
@@ -193,8 +194,8 @@ def trial(
 
 
 def settled(lines: Sequence[Figures]) -> Sequence[Figures]:
-    """Steps without the first 20, of short runs a quarter, which pay for warming up."""
-    return lines[min(20, len(lines) // 4) :]
+    """Without 20 steps, or a quarter, that warm up, and the last two, for which nothing is generated."""
+    return lines[min(20, len(lines) // 4) : -2]
 
 
 def measured(
@@ -268,15 +269,15 @@ def limit_table(limit: Figures, ours: Figures) -> list[str]:
     for role, (user, kernel) in limit["run"].items():
         alone = limit["ms"].get(role.partition("-")[0])
         rows.append({"ms a step": role, "alone": alone, "in the run": user + kernel, "of it kernel": kernel})
-    share = {"limit, ms": limit["limit_ms"], "tokens": limit["tokens"], "ours, mean": ours["mean_step_ms"]}
-    share["share"] = limit["limit_ms"] / ours["mean_step_ms"]
+    least, step = limit["limit_ms"], ours["mean_step_ms"]
+    share = {"limit, ms": least, "tokens": limit["tokens"], "ours, mean": step, "share": least / step}
     return [*figures.listing(rows), "", *figures.listing([share])]
 
 
 def typical_batch(run_dir: Path, config: RunConfig) -> list[Rollout]:
     """As many neighbours in the order of scoring as a batch has, nearest to the mean behind the first quarter
-    of a run in tokens of completions and of whole rows."""
-    size, rollouts = config.rollout.batch, rollouts_of(run_dir)
+    of a run and before its last two batches, in tokens of completions and of whole rows."""
+    size, rollouts = config.rollout.batch, rollouts_of(run_dir)[: -2 * config.rollout.batch]
     lengths_R2 = np.array([(rollout.length, len(unpack(rollout.prompt))) for rollout in rollouts])
     first, sums_R2 = len(rollouts) // 4, np.concatenate([np.zeros((1, 2)), lengths_R2.cumsum(0)])
     tokens_B2 = (sums_R2[first + size :] - sums_R2[first:-size]) / lengths_R2[first:].mean(0) / size
@@ -286,8 +287,7 @@ def typical_batch(run_dir: Path, config: RunConfig) -> list[Rollout]:
 
 def computed(run_dir: Path, rounds: int) -> Figures:
     """ms of processor time per step by computation, and the time of a step of which nothing else is left."""
-    config = read_run(run_dir).config
-    batch = typical_batch(run_dir, config)
+    batch = typical_batch(run_dir, config := read_run(run_dir).config)
     asked = [(unpack(rollout.prompt).tolist(), rollout.length) for rollout in batch]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # its memory comes back
         seconds = pool.submit(generate, config, asked * STEPS_AT_ONCE, rounds).result()
@@ -295,8 +295,10 @@ def computed(run_dir: Path, rounds: int) -> Figures:
     figures.interleaved(works, 2)
     taken = {"student": [seconds / STEPS_AT_ONCE], **figures.interleaved(works, rounds, time.process_time)}
     costs = {name: 1000 * median(seconds) for name, seconds in taken.items()}
-    longest = max(*costs.values(), sum(costs.values()) / figures.cores())
-    return {"ms": costs, "limit_ms": longest, "tokens": sum(count for _, count in asked)}
+    cores, each = figures.cores(), {name.split()[0]: count for name, count in threads(config).items()}
+    alone = [cost / (each[name] or (1 if name == "student" else cores)) for name, cost in costs.items()]
+    limit_ms, tokens = max(*alone, sum(costs.values()) / cores), sum(count for _, count in asked)
+    return {"ms": costs, "limit_ms": limit_ms, "tokens": tokens}
 
 
 def generate(config: RunConfig, asked: list[tuple[list[int], int]], rounds: int) -> float:

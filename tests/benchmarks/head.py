@@ -1,8 +1,7 @@
 """The student's head and loss, forward and backward: in chunks, against whole logits.
 
-Both compute an objective of the same bf16 hidden states and weight. The whole logits are bf16 products that
-are converted to fp32 once they are there; ours are summed in fp32. One thread. A role's allocator is that of
-`sync.base.memory.ALLOCATOR`: set its variables here, too.
+Both compute an objective of the same bf16 hidden states and weight, by bf16 products whose logits are fp32
+from then on. One thread, and a role's allocator if its variables are set (`sync.base.memory.ALLOCATOR`).
 """
 
 from __future__ import annotations
@@ -54,9 +53,8 @@ def measured(name: str, tokens: int, hidden: int, vocab: int, chunk: int, repeat
     """Seconds of one micro-batch, medians, and how far both gradients of the hidden states are apart."""
     torch.manual_seed(0)
     hidden_CH = torch.randn(tokens, hidden).bfloat16().requires_grad_()
-    weights = [(torch.randn(vocab, hidden) * 0.05).bfloat16() for _ in range(2)]
-    student = OutputHead(torch.nn.Parameter(weights[0]), None, HeadShape(vocab))
-    teacher = OutputHead(weights[1], None, HeadShape(vocab))
+    weights = [(torch.randn(vocab, hidden) * 0.05).bfloat16().requires_grad_(i == 0) for i in range(2)]
+    student, teacher = (OutputHead(weight_VH, None, HeadShape(vocab)) for weight_VH in weights)
     loss = loss_of(OBJECTIVES[name], ["teacher"], (teacher,) if name == "full" else ())
     logp_C = torch.full((tokens,), -9.0)
     targets = Targets(torch.randint(vocab, (tokens,)), logp_C, logp_C, torch.ones(tokens, dtype=torch.bool))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shlex
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,7 @@ from small_config import make_config
 import distill
 from distill.config import RunConfig
 from distill.config.cluster import ExternalCluster
-from distill.config.loading import load
+from distill.config.loading import load, parse_override
 from distill.config.prompts import EnvironmentPrompts, JsonlPrompts
 from distill.launch import probe
 from distill.model_facts import Shape, shape_of
@@ -49,6 +50,7 @@ from distill.trainer_api.guard import Guard
 from sync.base.errors import ConfigError, DataError, RemoteError
 from sync.base.jsonl import JsonLines
 from sync.base.settings import ModelSource
+from teacher_service.config import TeacherConfig
 
 ROOT = Path(__file__).parents[3]
 DEEPSPEED = str(ROOT / "configs/deepspeed/zero3_gpu.json")
@@ -265,8 +267,34 @@ def test_threads_of_cores_go_to_the_slowest_stage(
     each = estimate.threads_each(stages, roles, cores)
     assert each == dict(zip(work, threads, strict=True))
     found = replace(planned(on_gpus(model)), threads=each)
-    words = "--set 'student.env.OMP_NUM_THREADS=\"{}\"' --set teachers.t.threads={} --set trainer.threads={}"
+    words = "'student.env.OMP_NUM_THREADS=\"{}\"' --set 'teachers.\"t\".threads={}' --set trainer.threads={}"
     assert forecast.threads(found).endswith(words.format(*threads))
+
+
+def test_the_threads_of_a_plan_are_settings_of_its_run_where_all_of_it_is_here(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate.os, "sched_getaffinity", lambda _: range(12))
+    lengths = estimate.Lengths(8, 8, "given")
+
+    def on_cores(**sections: Any) -> estimate.Plan:
+        student = {"path": model, **sections.pop("student", {})}
+        trainer = {"deepspeed": DEEPSPEED, **sections.pop("trainer", {})}
+        config = make_config(student=student, trainer=trainer, **sections).with_(evaluation=None)
+        config = config.model_copy(update={"teachers": {"v1.5": TeacherConfig(path=model)}})
+        return estimate.plan(config, hardware.core(), [], lengths)
+
+    def settings(plan: estimate.Plan) -> list[Any]:
+        words = [word for word in shlex.split(forecast.threads(plan)) if "=" in word]
+        replica, teacher, trainer = map(parse_override, words)
+        threads = replica["student"]["env"]["OMP_NUM_THREADS"], teacher["teachers"]["v1.5"]["threads"]
+        return [*map(int, threads), trainer["trainer"]["threads"]]
+
+    assert sum(settings(on_cores(trainer={"ranks": 1}))) == 12
+    assert settings(on_cores(trainer={"ranks": 2}, buffer={"max_staleness": 0})) == [12, 12, 6]
+    for elsewhere in ({"student": {"urls": ["http://127.0.0.1:1"]}}, {"trainer": {"nodes": 2}}):
+        found = on_cores(**elsewhere)
+        assert (found.threads, forecast.threads(found), forecast.split(found)) == ({}, "", "")
 
 
 @pytest.mark.parametrize(
