@@ -91,11 +91,14 @@ class Evaluator:
         is_exact = "hidden" in info.can and not follows and not isinstance(teacher, TextTeacher)
         want, options = wire.Want(hidden=is_exact), ScoreOptions(hidden=is_exact)
         device = find_device(self._settings.device)
-        student_head = (await asyncio.to_thread(OutputHead.of, student.head(), device)).exact()
+
+        def exact_head(message: wire.Head) -> OutputHead:
+            return OutputHead.of(message, device).exact()
+
+        student_head = await asyncio.to_thread(exact_head, student.head())
         other = student_head
         if is_exact:
-            message = await until_answered(teacher, teacher.head)
-            other = (await asyncio.to_thread(OutputHead.of, message, device)).exact()
+            other = await asyncio.to_thread(exact_head, await until_answered(teacher, teacher.head))
 
         def values_of(
             part: list[Item], answers: Sequence[wire.Scored | wire.ScoreRefused], mine: EngineScores

@@ -59,7 +59,8 @@ def load_head(
     finally:
         logging.set_verbosity(verbosity)
     head = find_head(model.eval(), vocab_size, device)
-    head = replace(head, weight_VH=head.weight_VH.clone())  # a checkpoint's file may change under its pages
+    if not head.weight_VH.is_cuda:  # else its pages would be those of the checkpoint's file, which may change
+        head = replace(head, weight_VH=head.weight_VH.clone())
     return head, model.dtype, len(model.get_output_embeddings().weight)
 
 

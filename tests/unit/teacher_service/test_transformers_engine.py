@@ -356,3 +356,15 @@ def test_the_largest_of_each_row_are_those_of_topk_in_different_places(width: in
 def test_the_sum_by_parts_is_that_of_whole_rows(width: int) -> None:
     values = 20 * torch.randn(5, width)
     assert torch.allclose(log_sum_exp(values).double(), values.double().logsumexp(1), atol=1e-5)
+
+
+def test_a_head_that_was_loaded_does_not_change_with_its_file(tmp_path: Path) -> None:
+    small("Qwen3", {}).to(torch.bfloat16).save_pretrained(tmp_path)
+    head, *_ = load_head(TeacherConfig(path=str(tmp_path)), VOCAB, CPU)
+    before = head.weight_VH.clone()
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        size = file.seek(0, 2)
+        file.seek(start)
+        file.write(bytes(size - start))
+    assert torch.equal(head.weight_VH, before)
