@@ -32,7 +32,7 @@ from sync.base.errors import RemoteError, WireError
 from sync.base.tokenizers import load_tokenizer, vocab_size
 from sync.weights.subscribe import Subscriber
 from sync.wire import checks
-from sync.wire.head import OutputHead, tensor_of
+from sync.wire.head import OutputHead, probabilities, tensor_of
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
@@ -144,7 +144,7 @@ def exact(student: OutputHead, student_NH: Tensor, teacher: OutputHead, teacher_
     for own_NH, other_NH in zip(student_NH.split(CHUNK), teacher_NH.split(CHUNK), strict=True):
         logp_NV = student.logits(own_NH.to(student.weight_VH.dtype)).log_softmax(-1)
         logq_NV = teacher.logits(other_NH.to(teacher.weight_VH.dtype)).log_softmax(-1)
-        parts.append((logp_NV.exp() * (logp_NV - logq_NV)).sum(-1).cpu().numpy())
+        parts.append((probabilities(logp_NV) * (logp_NV - logq_NV)).sum(-1).cpu().numpy())
     return np.concatenate(parts)
 
 

@@ -6,7 +6,8 @@ A: heads x head width. F: FLOP/s and M: bytes/s of one device, with the assumed 
     forward(n)      2 N n + 2 L A n²                    FLOPs of a causal pass: products, then attention
     score           batch x forward(p + c) / (devices x F)
     train           f x batch x forward(p + c) / (devices x F), f: `train_factor`
-    generate        prefill, decode, and prefill again of what runs at a swap; `Generation`
+    generate        prefill, decode, and prefill again of what runs at a swap, which is all that may be in
+                    flight, times the part of a step in which replicas generate; `Generation`
 
 Left out: completions that teachers generate (objective.on_policy < 1), ZeRO-3's gathers, pipeline bubbles,
 the optimizer's update, the teacher's head in the objective, tails of batches whose completions differ in
@@ -25,7 +26,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from statistics import mean
 from typing import Final
@@ -49,6 +50,8 @@ SAMPLED: Final = 256
 """Rows of a file whose prompts a plan measures."""
 ASSUMED_PROMPT: Final = 512
 """Tokens of a prompt, where prompts.max_prompt_tokens does not bound them."""
+ROUNDS: Final = 8
+"""Of a step's seconds and what its swaps cost, each from the other."""
 GENERATE, SCORE, TRAIN = "generate", "score", "train"
 
 # --- stages: arithmetic on shapes
@@ -312,24 +315,37 @@ def plan(
     student = shape_of(config.student, parallel(config.student.engine_args)[0])
     generation = _generation(config, device, roles[REPLICAS], student, lengths)
     by_student = batch * config.objective.on_policy
-    swaps = (by_student > 0 and not config.keeps_cache) / config.weights.publish_every
 
     def stage(role: str, kind: str, flops: float, item: int, seconds: float | None = None) -> Stage:
         devices = roles[role].devices
-        planned = flops / (devices * device.flops_per_second(item)) if seconds is None else seconds
-        return Stage(role, kind, flops, planned / calibration.speed.get(kind, 1.0), devices)
+        seconds = flops / (devices * device.flops_per_second(item)) if seconds is None else seconds
+        return Stage(role, kind, flops, seconds, devices)
 
-    flops, seconds = generation.flops(by_student, swaps), generation.seconds(by_student, swaps)
-    stages = [stage(REPLICAS, GENERATE, flops, generation.item, seconds)]
+    others = []
     for name, teacher in config.teachers.items():
         if (role := f"teacher {name}") in roles:
             share = batch / len(config.teachers)
             item = item_bytes(text_config(teacher), teacher.dtype)
-            stages.append(stage(role, SCORE, share * shape_of(teacher).forward(total), item))
+            others.append(stage(role, SCORE, share * shape_of(teacher).forward(total), item))
     factor = train_factor(config.trainer.activation_checkpointing, config.trainer.lora is not None)
     flops = factor * batch * student.forward(total)
-    stages.append(stage(TRAINER, TRAIN, flops, published_item(config.trainer)))
-    step = step_seconds(config, stages, roles) / calibration.overlap
+    others.append(stage(TRAINER, TRAIN, flops, published_item(config.trainer)))
+
+    def with_swaps(share: float) -> list[Stage]:
+        """The stages, where swaps meet this share of what may be in flight."""
+        met = swaps * share
+        flops, seconds = generation.flops(by_student, met), generation.seconds(by_student, met)
+        return [stage(REPLICAS, GENERATE, flops, generation.item, seconds), *others]
+
+    drops = by_student > 0 and not config.keeps_cache and config.buffer.max_staleness > 0
+    swaps = drops / config.weights.publish_every
+    stages = with_swaps(1.0)
+    for _ in range(ROUNDS):
+        stages = with_swaps(stages[0].seconds / step_seconds(config, stages, roles))
+    speed = calibration.speed
+    stages = [replace(stage, seconds=stage.seconds / speed.get(stage.kind, 1.0)) for stage in stages]
+    longest = step_seconds(config, stages, roles)
+    step = longest / calibration.overlap
     full, delta = version_bytes(config, student.parameters, calibration.delta)
     in_flight = generation.in_flight * roles[REPLICAS].processes * (by_student > 0)
     tokens = batch * lengths.completion
@@ -343,7 +359,7 @@ def plan(
         isinstance(config.prompts, EnvironmentPrompts),
         1 - config.objective.on_policy,
         config.buffer.max_staleness > 0,
-        _age(config, stages, in_flight),
+        _age(config, stages[0].seconds >= longest, in_flight),
         full,
         delta,
         bytes_per_token(config) * tokens / step * DAY,
@@ -395,14 +411,21 @@ def _threads(config: RunConfig, stages: Sequence[Stage], roles: Mapping[str, Rol
 
 def threads_each(stages: Sequence[Stage], roles: Mapping[str, Role], cores: int) -> dict[str, int]:
     """Role → threads of each of its processes, one at least, with which the slowest stage is as fast as so
-    many cores allow, if a stage takes as much of the processor whatever its threads."""
+    many cores allow, if a stage takes as much of the processor whatever its threads.
+
+    Beyond one thread a core it has another while it is slower than all stages together on all cores.
+    """
     work = {stage.role: stage.seconds * stage.devices / roles[stage.role].processes for stage in stages}
     threads = dict.fromkeys(work, 1)
     spare = cores - sum(roles[role].processes for role in work)
-    while spare >= roles[slowest := max(work, key=lambda role: work[role] / threads[role])].processes:
+    together = sum(stage.seconds * stage.devices for stage in stages) / cores
+    while True:
+        slowest = max(work, key=lambda role: work[role] / threads[role])
+        taken = roles[slowest].processes
+        if spare < taken and (work[slowest] / threads[slowest] <= together or threads[slowest] >= cores):
+            return threads
         threads[slowest] += 1
-        spare -= roles[slowest].processes
-    return threads
+        spare -= taken
 
 
 def _ahead(config: RunConfig) -> float:
@@ -411,9 +434,10 @@ def _ahead(config: RunConfig) -> float:
     return float(min(1, config.buffer.max_staleness) if adaptive else config.buffer.max_staleness)
 
 
-def _age(config: RunConfig, stages: Sequence[Stage], in_flight: float) -> float:
-    """Mean versions between the oldest token of a rollout and the step that trains on it."""
-    if max(stages, key=lambda stage: stage.seconds).kind != GENERATE:
+def _age(config: RunConfig, slowest: bool, in_flight: float) -> float:
+    """Mean versions between the oldest token of a rollout and the step that trains on it. `slowest`: replicas
+    generate for the whole of a step."""
+    if not slowest:
         return _ahead(config)
     bound = float(config.buffer.max_staleness)
     return min(bound, in_flight / config.rollout.batch + (config.weights.publish_every - 1) / 2)

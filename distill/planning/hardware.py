@@ -39,7 +39,7 @@ class Device:
 
 
 CPU: Final = "cpu"
-PRODUCTS, BETWEEN = 0.8, 13.0
+PRODUCTS, BETWEEN = 0.8, 54.0
 """Of a core: the share of a bare product's speed that a model's products reach, and FLOPs of a model per byte
 that memory moves for what lies between its products. Fitted to one step's forward and backward pass of 113 M
 parameters in bf16 (docs/benchmarks.md)."""

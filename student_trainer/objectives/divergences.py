@@ -24,6 +24,7 @@ from torch.nn import functional
 from student_trainer.objectives import config
 from sync.base.errors import DataError
 from sync.base.own_code import load_function, own_code
+from sync.wire.head import probabilities
 
 Terms = tuple[Tensor, dict[str, Tensor]]
 """Surrogate loss per token [N], with gradient, and per-token statistics [N] named in STATS, without."""
@@ -303,7 +304,7 @@ def full(logp_NV: Tensor, targets: Targets) -> Terms:
     assert targets.teacher_logp_NV is not None
     with torch.no_grad():
         # p·(d + 1), of which the softmax takes the second p away
-        slope_NV = (logp_NV - targets.teacher_logp_NV).mul_(logp_NV.exp())
+        slope_NV = (logp_NV - targets.teacher_logp_NV).mul_(probabilities(logp_NV))
         kl_N = slope_NV.sum(1)
     return _Sloped.apply(logp_NV, kl_N, slope_NV), {"reverse_kl": kl_N}
 
@@ -316,7 +317,7 @@ def forward(logp_NV: Tensor, targets: Targets) -> Tensor:
     assert targets.teacher_logp_NV is not None
     logq_NV = targets.teacher_logp_NV
     with torch.no_grad():
-        q_NV = logq_NV.exp()
+        q_NV = probabilities(logq_NV)
         kl_N = (logq_NV - logp_NV).mul_(q_NV).sum(1)
     value_N: Tensor = _Sloped.apply(logp_NV, kl_N, q_NV.neg_())
     return value_N
@@ -332,7 +333,7 @@ def jsd(logp_NV: Tensor, targets: Targets, beta: float) -> Terms:
     assert targets.teacher_logp_NV is not None
     logq_NV = targets.teacher_logp_NV
     logm_NV = torch.logaddexp(logq_NV + math.log(beta), logp_NV + math.log1p(-beta))
-    q_NV, p_NV = logq_NV.exp(), logp_NV.exp()
+    q_NV, p_NV = probabilities(logq_NV), logp_NV.exp()
     loss_N = (beta * q_NV * (logq_NV - logm_NV) + (1.0 - beta) * p_NV * (logp_NV - logm_NV)).sum(1)
     return loss_N, full(logp_NV.detach(), targets)[1]
 

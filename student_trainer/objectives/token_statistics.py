@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from student_trainer.objectives.divergences import Targets, at, mask_log_mass, own, ratio
+from sync.wire.head import probabilities
 
 COUNTS: Final = ("rows", "tokens", "truncated", "age", "filled", "slots", "rescored")
 """Sums that a micro-batch brings along: R, C, rows cut off at the token limit, Σ over tokens of the trained
@@ -106,7 +107,7 @@ def _ends(logp_NV: Tensor, targets: Targets, ends_E: Tensor) -> dict[str, Tensor
 
 def _entropy(logp_NV: Tensor) -> Tensor:
     """−Σ p·log p [N]."""
-    return -torch.linalg.vecdot(logp_NV.exp(), logp_NV)
+    return -torch.linalg.vecdot(probabilities(logp_NV), logp_NV)
 
 
 def _support(

