@@ -79,7 +79,7 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and any(keys <= value.keys() for keys in _KEYS)
 
 
-def checked(messages: Sequence[Any], template: str, drop_answer: bool = False) -> Messages:
+def checked(messages: Sequence[Any], template: str, drop_answer: bool) -> Messages:
     """The messages with text contents, up to the assistant's turn that is to be generated.
 
     Keys that hold null are dropped, as Parquet adds them; `from` and `value` of ShareGPT become role and
@@ -124,13 +124,11 @@ def _message(message: Any, template: str) -> dict[str, Any]:
             f"role {role!r:.40} is neither {', '.join(ROLES)} nor named in the chat template: correct it, or "
             "name a template that knows it in student.chat_template"
         )
-    calls = fields.get("tool_calls")
-    if calls:
+    if calls := fields.get("tool_calls"):
         fields["tool_calls"] = _calls(calls, template)
+        fields.setdefault("content", "")
     else:
         fields.pop("tool_calls", None)
-    if "content" not in fields and calls:
-        fields["content"] = ""
     if "content" not in fields:
         raise DataError(
             f"the message of role {fields['role']!r} has no content (missing or null): give a text, or "

@@ -180,8 +180,7 @@ class WorkerExtension:
     def distill_apply(self) -> str | None:
         """Put in place what is staged: why that failed in this worker; None: it holds the new version."""
         with set_current_vllm_config(self.vllm_config):
-            self.weight_transfer_engine.swap.apply()
-        return self.weight_transfer_engine.swap.error
+            return self.weight_transfer_engine.swap.apply()
 
     def distill_settle(self) -> None:
         """Free what an update replaced that succeeded in all workers."""
@@ -219,7 +218,7 @@ class WorkerExtension:
         """Messages for `routing.routes_of` of these requests, whose completions were given out.
         They are forgotten here. None of all workers but the first."""
         record = self.distill_record
-        return [None if record is None else record.take(record.named(request)) for request in requests]
+        return [None if record is None else record.take(request) for request in requests]
 
 
 # --- the experts of tokens --------------------------------------------------------------------------------

@@ -160,8 +160,8 @@ class Generation:
         self,
         engine: Any,
         request: wire.GenerateRequest,
-        adapter: Any | None = None,
-        routes: routing.RouteSource | None = None,
+        adapter: Any | None,
+        routes: routing.RouteSource | None,
     ) -> None:
         """`adapter`: of `Updater.adapter`. `routes`: where `Sampling.routes` asks for them."""
         self._engine, self._request, self._adapter, self._routes = engine, request, adapter, routes

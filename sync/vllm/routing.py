@@ -121,15 +121,12 @@ class RouteRecord:
 
     def take(self, request: str) -> dict[str, Any] | None:
         """Message for `routes_of` with all that is recorded of `request`, which is forgotten. None: nothing
-        is. Only a request whose completion was given out is taken: it writes no more."""
+        is. Only a request whose completion was given out is taken: it writes no more. `request` may be its
+        caller's name for it, to which vLLM adds "-" and a random part."""
+        if request not in self._requests:
+            request = next((name for name in self._requests if name.rpartition("-")[0] == request), request)
         recorded = self._requests.pop(request, None)
         return None if recorded is None else recorded.message()
-
-    def named(self, outside: str) -> str:
-        """The engine's name of a request that its caller named `outside`: vLLM adds "-" and a random part."""
-        if outside in self._requests:
-            return outside
-        return next((name for name in self._requests if name.rpartition("-")[0] == outside), outside)
 
 
 def routes_of(message: dict[str, Any] | None, token_ids: np.ndarray) -> np.ndarray:

@@ -56,8 +56,6 @@ class Swap:
         self._current = self._previous = initial
         self._staged: _Staged | None = None
         self._replaced: _Staged | None = None  # frees what was replaced, which takes time
-        self.error: str | None = None
-        """Why the last `apply` failed; None: it did not."""
         self.mixed = False
         """Whether the model holds parts of two checkpoints; only `revert` may follow."""
 
@@ -73,23 +71,23 @@ class Swap:
         give_back()
         self._staged = _stage(source)
 
-    def apply(self) -> None:
-        """Put in place what `prepare` staged. On failure `error` says why, and the caller must `revert`.
-        Raises SnapshotError when nothing is staged, or an earlier failure was not reverted."""
+    def apply(self) -> str | None:
+        """Put in place what `prepare` staged. Returns why that failed, which the caller must `revert`; None:
+        it did not. Raises SnapshotError when nothing is staged, or an earlier failure was not reverted."""
         staged, self._staged = self._staged, None
         if self.mixed:
             raise SnapshotError("an update failed before and was not reverted: revert it, or restart")
         if staged is None:
             raise SnapshotError("nothing is staged: prepare a version first")
-        self.mixed, self.error = True, None
+        self.mixed = True
         try:
             loaded = _place(staged)
         except Exception as error:  # placing may run any model's loader: whatever it raises is reverted
             logger.exception("loading %s failed", staged.source.name)
-            self.error = f"{staged.source.name}: {type(error).__name__}: {error}"
-            return
+            return f"{staged.source.name}: {type(error).__name__}: {error}"
         self._previous, self._current, self.mixed = self._current, loaded, False
         self._replaced = staged
+        return None
 
     def revert(self) -> None:
         """Stage and place again what the model held before the last `apply`. Raises whatever the loader

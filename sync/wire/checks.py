@@ -184,17 +184,15 @@ def topk_ids(
     )
 
 
-def mask(
-    sampling_mask: SamplingMask | None, token_ids: Array, vocab_size: int, top_k: int, least: int = 1
-) -> Problem | None:
+def mask(sampling_mask: SamplingMask | None, token_ids: Array, vocab_size: int, top_k: int) -> Problem | None:
     """Sampling masks of the tokens [T] of a completion: different ids, the sampled one among them. `top_k`:
-    of the request; 0: they were not asked for. `least` 0: an environment's tokens have none."""
+    of the request; 0: they were not asked for."""
     if not top_k:
         return Problem("mask", "there", "left out: it was not asked for") if sampling_mask else None
     if sampling_mask is None:
         return Problem("mask", "missing", "of every token, as it was asked for")
-    rule = f"{least} to {top_k} ids of a token, and {MASK_TIES} ties"
-    sizes = Range(least, min(vocab_size, top_k + MASK_TIES), rule)
+    rule = f"1 to {top_k} ids of a token, and {MASK_TIES} ties"
+    sizes = Range(1, min(vocab_size, top_k + MASK_TIES), rule)
     count = token_ids.shape[0]
     if problem := array("mask.sizes", sampling_mask.sizes, I4, (count,), sizes):
         return problem
@@ -206,7 +204,7 @@ def mask(
     ordered_M = np.sort(token_M << 32 | ids_M)
     if (ordered_M[1:] == ordered_M[:-1]).any():
         return Problem("mask.ids", "one id twice for a token", "different ids")
-    if not held_T[sizes_T > 0].all():
+    if not held_T.all():
         return Problem("mask.ids", "without the sampled token", "all that it was sampled from")
     return None
 

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import aiohttp
 import httpx
@@ -76,58 +76,42 @@ class Unavailable(RemoteError):
 _RETRIED: Final = (Overloaded, Unavailable, *_FAILED)
 
 
-class Answer(NamedTuple):
-    """One answer, read to its end."""
-
-    url: str
-    status: int
-    headers: Mapping[str, str]
-    content: bytearray
-
-    def body(
-        self, gone: Collection[int] = (), error: type[Unavailable | Unreachable] = Unreachable
-    ) -> memoryview:
-        """The content of a 200, no copy. Raises what any other status means: `error` for those of `gone`."""
-        if self.status == 200:
-            return memoryview(self.content)
-        try:
-            text = str(json.loads(self.content)["error"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            text = self.content[:500].decode("utf-8", "replace")
-        message = f"{self.url} answered {self.status}: {text}"
-        if self.status in gone:
-            raise error(message)
-        if self.status == 429:
-            pause = pause_told(self.headers.get("retry-after"))
-            raise Overloaded(message, 1.0 if pause is None else min(pause, LONGEST_PAUSE_SECONDS))
-        raise _REFUSALS.get(self.status, RemoteError)(message)
-
-
-def check_plain(url: str, headers: Mapping[str, str]) -> None:
-    """Raise RemoteError for an answer that would have to be decompressed."""
-    encoding = headers.get("content-encoding", "identity")
-    if encoding.strip().lower() != "identity":
-        raise RemoteError(f"{url} answered with content-encoding {encoding[:100]!r}: send plain bytes")
-
-
-async def _read(response: aiohttp.ClientResponse, limit: asyncio.Timeout, max_bytes: int) -> Answer:
-    """The whole answer, before `limit`, which grows with it (SLOWEST). Raises RemoteError for an encoded one,
-    and for one that announces or has more than `max_bytes`."""
-    answer = Answer(str(response.url), response.status, response.headers, bytearray())
-    check_plain(answer.url, answer.headers)
-    longest, ends = max_bytes if answer.status == 200 else MAX_REFUSAL, limit.when()
+async def _read(
+    response: aiohttp.ClientResponse,
+    limit: asyncio.Timeout,
+    max_bytes: int,
+    gone: Collection[int] = (),
+    error: type[Unavailable | Unreachable] = Unreachable,
+) -> memoryview:
+    """The content of a 200, no copy, before `limit`, which grows with it (SLOWEST). Raises RemoteError for an
+    answer that announces or has more than `max_bytes`, and what any other status means: `error` for those of
+    `gone`."""
+    url, status, content, ends = response.url, response.status, bytearray(), limit.when()
+    longest = max_bytes if status == 200 else MAX_REFUSAL
 
     def check(length: int) -> None:
         if length > longest:
-            raise RemoteError(f"{answer.url} answered with more than {longest} bytes: ask for fewer at once")
+            raise RemoteError(f"{url} answered with more than {longest} bytes: ask for fewer at once")
 
     check(response.content_length or 0)
     async for part in response.content.iter_any():
-        answer.content.extend(part)
-        check(len(answer.content))
+        content.extend(part)
+        check(len(content))
         if ends is not None:
-            limit.reschedule(ends + len(answer.content) / SLOWEST)
-    return answer
+            limit.reschedule(ends + len(content) / SLOWEST)
+    if status == 200:
+        return memoryview(content)
+    try:
+        text = str(json.loads(content)["error"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        text = content[:500].decode("utf-8", "replace")
+    message = f"{url} answered {status}: {text}"
+    if status in gone:
+        raise error(message)
+    if status == 429:
+        pause = pause_told(response.headers.get("retry-after"))
+        raise Overloaded(message, 1.0 if pause is None else min(pause, LONGEST_PAUSE_SECONDS))
+    raise _REFUSALS.get(status, RemoteError)(message)
 
 
 # --- clients ----------------------------------------------------------------------------------------------
@@ -263,7 +247,9 @@ class Peer:
 
         async def attempt() -> memoryview:
             left = max(0.1, min(deadline - time.monotonic(), try_seconds))
-            return (await self._send(path, content, left, max_bytes)).body((502, 503, 504), Unavailable)
+            async with self._open(path, content, self._claim.headers(), left) as (response, expiry):
+                self._check(response, self.model)
+                return await _read(response, expiry, max_bytes, (502, 503, 504), Unavailable)
 
         try:
             return decode(await retrying_async(_RETRIED, within=limit)(attempt), kind)
@@ -285,24 +271,20 @@ class Peer:
         Unreachable (no connection, no answer in `timeout` seconds, any 5xx), Overloaded, RemoteError. None:
         no limit once it is connected. `model`: of this answer, in the place of the client's."""
         try:
-            return (await self._send(path, body, timeout, max_bytes, model)).body(range(500, 600))
+            async with self._open(path, body, self._claim.headers(), timeout) as (response, limit):
+                self._check(response, model or self.model)
+                return await _read(response, limit, max_bytes, range(500, 600))
         except _FAILED as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
-    async def _send(
-        self,
-        path: str,
-        content: bytes | None,
-        timeout: float | None,
-        max_bytes: int,
-        model: str | None = None,
-    ) -> Answer:
-        async with self._open(path, content, self._claim.headers(), timeout) as (response, limit):
-            self._check(response, model or self.model)
-            return await _read(response, limit, max_bytes)
-
     def _check(self, response: aiohttp.ClientResponse, expected: str | None) -> None:
-        """Raises WrongServer when the answer is another run's or another model's."""
+        """Raises WrongServer when the answer is another run's or another model's, and RemoteError when it
+        would have to be decompressed."""
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding.strip().lower() != "identity":
+            raise RemoteError(
+                f"{response.url} answered with content-encoding {encoding[:100]!r}: send plain bytes"
+            )
         if response.status == 200:
             self._claim.check(self.url, response.headers)
             if expected not in (None, model := response.headers.get(MODEL_HEADER)):
@@ -317,11 +299,10 @@ class Peer:
         status 200 (a long completion is no fault)."""
         try:
             async with self._open(path, encode(body), self._claim.headers(), None) as (response, limit):
+                self._check(response, self.model)
                 if response.status != 200:
                     limit.reschedule(asyncio.get_running_loop().time() + self.timeout)
-                    (await _read(response, limit, MAX_REFUSAL)).body()
-                check_plain(self.url + path, response.headers)
-                self._check(response, self.model)
+                    await _read(response, limit, MAX_REFUSAL)
                 buffer = bytearray()
                 async for chunk in response.content.iter_any():
                     buffer += chunk

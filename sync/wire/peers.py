@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import aiohttp
 import httpx
@@ -77,30 +77,23 @@ class Role(StrEnum):
     """vLLM's own server, without anything of ours."""
 
 
-class Answerer(NamedTuple):
-    """What answers at a URL."""
-
-    role: Role | None
-    """The role it names; None: another server, which `what` describes."""
-    what: str
-
-
-async def identify(url: str) -> Answerer | None:
-    """What answers at `url`; None: nothing that could be told yet. None stands for no connection, no answer
-    within SECONDS, and a gateway's 502-504: who expects a server there goes on waiting for it."""
+async def identify(url: str) -> tuple[Role | None, str] | None:
+    """What answers at `url`: the role it names, None for another server, and what it is in words. None:
+    nothing that could be told yet, which is no connection, no answer within SECONDS, and a gateway's 502-504:
+    who expects a server there goes on waiting for it."""
     async with Peer(url, timeout=SECONDS) as peer:
         try:
             status, headers, content = await peer.health(SECONDS)
         except aiohttp.ClientResponseError as error:
-            return Answerer(None, f"something that speaks no HTTP ({error.message})")
+            return None, f"something that speaks no HTTP ({error.message})"
         except (aiohttp.ClientError, TimeoutError):
             return None
     root = str(httpx.URL(url).copy_with(path="/", query=None)).rstrip("/")
     role = next((role for role in Role if role == headers.get(ROLE_HEADER)), None)
     if role is not None and status == 404:
-        return Answerer(None, f"a path of {role.words}: write {root} for it")
+        return None, f"a path of {role.words}: write {root} for it"
     if role is not None:
-        return Answerer(role, role.words)
+        return role, role.words
     if status in (502, 503, 504):
         return None
     async with Peer(root, timeout=SECONDS) as peer:
@@ -109,11 +102,11 @@ async def identify(url: str) -> Answerer | None:
     serves = f" that serves {str(models[0].get('id'))[:200]!r}" if models else ""
     silent = "version" in version and status == 200 and not content  # models need a key
     if silent or any(model.get("owned_by") == "vllm" for model in models):
-        return Answerer(Role.VLLM, f"a plain vLLM server{serves}")
+        return Role.VLLM, f"a plain vLLM server{serves}"
     if isinstance(listing, list):
-        return Answerer(None, f"a server of the OpenAI protocol{serves}")
+        return None, f"a server of the OpenAI protocol{serves}"
     server = headers.get("server", "without a name")[:60]
-    return Answerer(None, f"an HTTP server ({server}) that answers {status} at /health")
+    return None, f"an HTTP server ({server}) that answers {status} at /health"
 
 
 async def _json(peer: Peer, path: str) -> dict[str, Any]:
@@ -128,10 +121,10 @@ async def _json(peer: Peer, path: str) -> dict[str, Any]:
 async def wrong(url: str, expected: Role) -> str | None:
     """Why the server at `url` is not the one `expected` there: what it is, and the remedy. None: it is that
     server, or nothing can be told yet (see `identify`)."""
-    answerer = await identify(url)
-    if answerer is None or answerer.role is expected:
+    answers = await identify(url)
+    if answers is None or answers[0] is expected:
         return None
-    return f"{redact(url)} is {answerer.what}, and {expected.words} was expected: {expected.remedy}"
+    return f"{redact(url)} is {answers[1]}, and {expected.words} was expected: {expected.remedy}"
 
 
 def wrong_among(places: Iterable[tuple[str, str, Role]]) -> list[str]:

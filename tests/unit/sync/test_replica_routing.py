@@ -124,10 +124,10 @@ def test_a_pass_beyond_the_completion_is_cut_off() -> None:
 
 def test_a_request_is_found_by_the_name_that_its_caller_gave_it() -> None:
     engine = Engine()
-    engine.run("p-1#0-12ab34cd", 0, 5)
-    assert engine.record.named("p-1#0") == "p-1#0-12ab34cd"
-    assert engine.record.named("p-1#0-12ab34cd") == "p-1#0-12ab34cd"
-    assert engine.record.named("p-1") == "p-1"
+    for name in ("p-1#0", "p-1#0-12ab34cd"):
+        passes = engine.run("p-1#0-12ab34cd", 0, 5)
+        assert engine.record.take("p-1") is None
+        np.testing.assert_array_equal(engine.routes(name, 5, 6), passes)
 
 
 @pytest.mark.parametrize(("shape", "size"), [(Routing(58, 8, 256), 464), (Routing(2, 2, 257), 16)])

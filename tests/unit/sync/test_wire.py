@@ -71,17 +71,14 @@ def test_arrays_of_every_dtype_come_back_equal_whatever_their_memory_order(dtype
 
 
 @pytest.mark.parametrize(
-    ("shape", "data"), [((2, 2), b"\0" * 12), ((-1, -4), b"\0" * 16), ((3,), b""), ((1 << 40,), b"\0" * 4)]
+    ("shape", "data"),
+    [((2, 2), bytes(12)), ((-1, -4), bytes(16)), ((3,), b""), ((1 << 40,), bytes(4))]
+    + [(beyond, b"") for beyond in ((2**33, 2**33), (2**62, 4), (0, 2**64 - 1), (2**63,))],
 )
 def test_an_array_whose_bytes_do_not_fill_its_shape_is_refused(shape: tuple[int, ...], data: bytes) -> None:
-    with pytest.raises(WireError, match="needs"):
+    """A shape beyond any machine too, whose product may not wrap around."""
+    with pytest.raises(WireError, match=r"array .*shape \("):
         unpack(Array("i4", shape, data))
-
-
-@pytest.mark.parametrize("shape", [(2**33, 2**33), (2**62, 4), (0, 2**64 - 1), (2**63,)])
-def test_a_shape_beyond_any_machine_is_refused_and_not_wrapped_around(shape: tuple[int, ...]) -> None:
-    with pytest.raises(WireError, match="shape"):
-        unpack(Array("i4", shape, b""))
 
 
 def test_dtypes_outside_the_wire_are_refused() -> None:
@@ -148,9 +145,7 @@ def test_a_mask_holds_different_ids_and_the_sampled_token(
 def test_a_mask_is_there_where_it_was_asked_for_and_nowhere_else() -> None:
     assert "left out: it was not asked for" in str(checks.mask(MASK, TOKENS, 10, top_k=0))
     assert checks.mask(None, TOKENS, 10, top_k=0) is None
-    none = SamplingMask.none(3)
-    assert checks.mask(none, TOKENS, 10, top_k=3, least=0) is None
-    assert "mask.sizes is 0" in str(checks.mask(none, TOKENS, 10, top_k=3))
+    assert "mask.sizes is 0" in str(checks.mask(SamplingMask.none(3), TOKENS, 10, top_k=3))
 
 
 ROUTES = np.arange(3 * 2 * 2).reshape(3, 2, 2).astype("u1") % 4
