@@ -39,7 +39,6 @@ from sync.wire import Version
 
 StepOf = Callable[[Version], int]  # a token's version as a step of the trainer's lineage
 _NEVER = 1 << 62
-_CACHED = 1 << 14  # entries of the cache of `step_in`: more than the versions of a buffer
 
 
 # --- ages -------------------------------------------------------------------------------------------------
@@ -63,7 +62,6 @@ class Lineages:
 
     def __post_init__(self) -> None:
         self._shared: list[dict[int, int]] = []  # by lineage: ancestor → step up to which they are the same
-        self._steps: dict[tuple[Version, int], int] = {}
         for lineage in self.nodes:
             self._share(lineage)
 
@@ -92,15 +90,11 @@ class Lineages:
 
         Versions of a lineage that is not known count as the model folder, step 0.
         """
-        key = version, lineage
-        if (step := self._steps.get(key)) is None:
-            if len(self._steps) > _CACHED:
-                self._steps.clear()
-            ours = self._shared[lineage]
-            theirs = self._shared[version.lineage] if version.lineage in self else {}
-            common = [min(until, theirs[other]) for other, until in ours.items() if other in theirs]
-            step = self._steps[key] = min(version.step, max(common, default=0))
-        return step
+        if version.lineage == lineage:
+            return version.step
+        ours, theirs = self._shared[lineage], self._shared[version.lineage] if version.lineage in self else {}
+        common = [min(until, theirs[other]) for other, until in ours.items() if other in theirs]
+        return min(version.step, max(common, default=0))
 
     def owner(self, lineage: int, step: int) -> int:
         """The lineage that formed the batch of `step` on the path of `lineage`."""
@@ -268,12 +262,6 @@ class Depth:
 
     def _change(self, batches: float) -> None:
         self.batches, self._pace = batches, Pace(self.SPAN, skip=self.SETTLE)
-
-
-def depth(config: RunConfig) -> Depth:
-    """The depth of a run's buffer at its start. Replicas that get every n-th version need n - 1 batches."""
-    least, adaptive = config.weights.publish_every - 1, config.buffer.depth == "adaptive"
-    return Depth(config.buffer.max_staleness, least, adaptive)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,6 @@ async def compare_weights(
 
 async def _compared(pool: ReplicaPool, replica: Replica, final: FinalDigests, deadline: float) -> bool | None:
     while pool.has(replica):
-        pool.raise_failure()
         if replica.phase is Phase.SERVING:
             try:
                 if replica.version != final.version:

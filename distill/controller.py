@@ -42,7 +42,7 @@ from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.dispatcher import Dispatcher, PauseReason
 from distill.rollout.life import Lives
 from distill.rollout.replica_pool import ReplicaPool
-from distill.rollout.validation import Validator, sampling_of
+from distill.rollout.validation import sampling_of
 from distill.scoring import ScoreReleases
 from distill.topology import EVALUATION_REPLICA, servers
 from distill.trainer_api.guard import Guard, Heartbeats, retreat
@@ -78,9 +78,8 @@ class Controller:
         budget = ErrorBudget(config.guard.bad_answers, bus)
         seconds, topk = config.rollout.completion_timeout_seconds, parts.student_topk
         sampling = replace(sampling_of(config.rollout), student_topk=topk, max_seconds=seconds)
-        checks = Validator(sampling, parts.want, parts.vocab_size, parts.routing)
         self.record = record = Record(parts.store, parts.prompts, start, bus)
-        common = Common(config, parts, record, checks, timeline, budget, bus)
+        common = Common(config, parts, record, sampling, timeline, budget, bus)
         self.pool = ReplicaPool(common)
         for name, engine in parts.replicas.items():
             self.pool.add(name, engine, for_evaluations=name == EVALUATION_REPLICA)
@@ -100,7 +99,7 @@ class Controller:
         self.evaluations: Evaluations | None = None
         if parts.evaluator is not None and config.evaluation is not None:
             generation = Generation(common, self.pool, self.dispatcher)
-            self.evaluations = Evaluations(common, generation, hooks.evaluated, self._stop)
+            self.evaluations = Evaluations(common, generation, hooks.evaluated, self.session.stop)
         self._step: dict[str, float] = {}
         """Figures of the newest step that this process was told of."""
         self._stepped = time.monotonic()
@@ -108,7 +107,6 @@ class Controller:
         self._app = application(self.session, self.registry, parts, self.figures, self.why, token)
         self._checkpoint_saved, self._interrupted = asyncio.Event(), asyncio.Event()
         self._left = self._shown = False
-        self._stop_reason: str | None = None
         self._failure: str | None = None
         self.root = ""
         self._end, self._starting = Concluded(None, {}, []), True
@@ -229,13 +227,13 @@ class Controller:
         """End early: the trainer finishes the batches it has, saves a checkpoint and leaves."""
         logger.info("stopping: %s", reason)
         self._interrupted.set()
-        self._stop(reason)
+        self.session.stop(reason)
         if not self.session.live:
             self.trainer_left()
 
     def trainer_died(self) -> None:
         """The trainer's processes have ended, and are started again."""
-        self.session.died()
+        self.session.dismiss()
         self.registry.trainer_died()
         self.heartbeats.forget()
         self.waits.does = {TRAINER: ("its process has ended and is started again", time.monotonic())}
@@ -329,7 +327,7 @@ class Controller:
     def _roll_back_trainer(self) -> None:
         """Send the trainer back to the last rollback, unless one has begun there; after a restart too."""
         if (back := self.record.state.rolled_back) is not None:
-            self.session.roll_back(back)
+            self.session.dismiss()
             if self._hooks.set_back is not None:
                 self._hooks.set_back(back.to)
 
@@ -362,10 +360,6 @@ class Controller:
         self._failure = self._failure or problem
         self.request_stop(problem)
 
-    def _stop(self, reason: str) -> None:
-        self._stop_reason = self._stop_reason or reason
-        self.session.stop(reason)
-
     # --- figures ------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
@@ -390,11 +384,12 @@ class Controller:
         figures = summarise(self.record.state, self.timeline, self.config.metric)
         reached = self.record.state.reached
         done = reached is not None and reached.step >= self.config.run.steps
+        stopping, ended = self.session.stopping, "all steps are done" if done else "the trainer left"
         return {
             **figures,
             "completed": done and self._shown,
             "error": self._failure,
-            "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
+            "stop_reason": stopping.reason if stopping else ended,
             "seconds": {"distill": figures["perf"]["run_seconds"]},
             "version": str(reached) if reached else None,
             "run": msgspec.to_builtins(self.record.run),

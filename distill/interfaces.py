@@ -18,13 +18,13 @@ from distill.prompts.stream import Prompt, PromptStream
 from distill.record.record import Record
 from distill.record.store import Store
 from distill.rollout.replica_client import ReplicaEngine
-from distill.rollout.validation import Validator
 from sync import wire
 from sync.base.address import Address
 from sync.wire import (
     EvalReport,
     Kept,
     Routing,
+    Sampling,
     Scored,
     ScoreRefused,
     TeacherCompletion,
@@ -150,7 +150,7 @@ class Common:
     config: RunConfig
     parts: Components
     record: Record
-    validator: Validator  # of what engines return for rollouts that are trained on
+    sampling: Sampling  # of completions that are trained on
     timeline: Timeline
     budget: ErrorBudget
     events: Events

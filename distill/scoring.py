@@ -46,6 +46,7 @@ from sync.wire import (
     ScoreSequence,
     TeacherCompletion,
     TeacherPrompt,
+    Want,
     checks,
     pack,
 )
@@ -190,32 +191,34 @@ class Scoring:
     waits_for = REPLICAS
 
     def __init__(self, common: Common) -> None:
-        self._parts, self._config, self._validator = common.parts, common.config.buffer, common.validator
+        self._parts, self._config = common.parts, common.config.buffer
         self._hidden_sizes: dict[str, int] = {}
 
     def message(self, rollout: Rollout, seen: Array) -> Message:
         return ScoreSequence.of(rollout.id, seen, rollout.tokens, rollout.topk_ids)
 
     async def send(self, teacher: str, messages: Sequence[Any]) -> list[Asked]:
-        cost, request = HIDDEN_COST if self._validator.want.hidden else 1, partial(self._request, teacher)
+        cost, request = HIDDEN_COST if self._parts.want.hidden else 1, partial(self._request, teacher)
         return await ask(self._parts.teachers[teacher], messages, request, math.inf, cost=cost, isolate=True)
 
     async def _request(self, teacher: str, part: Sequence[Any], limit: float | None) -> Reply[Any]:
-        want, engine = self._validator.want, self._parts.teachers[teacher]
+        want, engine = self._parts.want, self._parts.teachers[teacher]
         if want.hidden and teacher not in self._hidden_sizes:
             self._hidden_sizes[teacher] = (await engine.first_info()).hidden_size
-        return await engine.score(part, replace(want, keep=self._keep(teacher)), limit)
+        return await engine.score(part, self._want(teacher), limit)
 
-    def _keep(self, teacher: str) -> bool:
-        """Whether its scores go by reference."""
-        width, gather = self._hidden_sizes.get(teacher, 0), self._validator.sampling.student_topk
-        return self._config.by_reference(self._validator.want.bulk_bytes(gather, width))
+    def _want(self, teacher: str) -> Want:
+        """With `keep` where its scores go by reference."""
+        parts, width = self._parts, self._hidden_sizes.get(teacher, 0)
+        keep = self._config.by_reference(parts.want.bulk_bytes(parts.student_topk, width))
+        return replace(parts.want, keep=keep)
 
     def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> Rollout | Problem:
         assert isinstance(answer, Scored)
         assert isinstance(message, ScoreSequence)
-        width, keep = self._hidden_sizes.get(teacher), self._keep(teacher)
-        if problem := self._validator.scored(answer, rollout.length, width, keep):
+        parts, asked, width = self._parts, self._want(teacher), self._hidden_sizes.get(teacher)
+        length, k = rollout.length, parts.student_topk
+        if problem := checks.scored(answer, length, k, asked, parts.vocab_size, width):
             return problem
         seen, ended = message.token_ids.cut(message.start), rollout.ended()
         return replace(
@@ -223,7 +226,7 @@ class Scoring:
             teacher_prompt=seen if answer.kept and seen != ended.prompt else None,
             topk_ids=None if answer.kept else rollout.topk_ids,
             teacher=teacher,
-            scored=checks.without_bad_entropy(answer, rollout.length),
+            scored=checks.without_bad_entropy(answer, length),
         )
 
 
@@ -239,8 +242,7 @@ class TeacherGeneration:
     waits_for = None
 
     def __init__(self, common: Common) -> None:
-        self._parts, self._validator = common.parts, common.validator
-        self._seed, self._rollout = common.config.run.seed, common.config.rollout
+        self._parts, self._seed, self._rollout = common.parts, common.config.run.seed, common.config.rollout
 
     def message(self, rollout: Rollout, seen: Array) -> Message:
         return TeacherPrompt(rollout.id, seen, seed_of(self._seed, rollout.number))
@@ -257,7 +259,7 @@ class TeacherGeneration:
 
     def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> Rollout | Problem:
         assert isinstance(answer, TeacherCompletion)
-        if problem := self._validator.teacher_completion(answer):
+        if problem := checks.teacher_completion(answer, self._rollout.max_tokens, self._parts.vocab_size):
             return problem
         count, k = answer.token_ids.shape[0], self._parts.student_topk
         return replace(

@@ -139,16 +139,16 @@ class Waits:
         """From the wait of `who` to the root's; empty: it waits for nothing. The last is the first again
         where they wait for one another."""
         chain, parties = list[Wait](), {who}
-        while waiting := [wait for wait in self._open if wait.who in parties and not wait.idle]:
-            chain.append(min(waiting, key=lambda wait: wait.since))
+        while waiting := self.of(parties):
+            chain.append(waiting[0])
             if chain[-1] in chain[:-1]:
                 break
             parties = set(chain[-1].of())
         return chain
 
     def _main(self) -> list[Wait]:
-        """The chain of the trainer, or of what comes after it."""
-        return self.chain(TRAINER) or self.chain(END)
+        """The chain of the trainer, or of what comes after it; else the wait for a trainer."""
+        return self.chain(TRAINER) or self.chain(END) or self.chain(BATCHER)
 
     def report(self, does: Mapping[str, tuple[str, float]]) -> None:
         """Note what parties elsewhere do, and for how many seconds."""
@@ -156,7 +156,7 @@ class Waits:
 
     def root(self) -> str:
         """The root of the main chain, in words; empty: nothing waits."""
-        chain = self._main() or self.of([BATCHER])
+        chain = self._main()
         return next(iter(self._doing(chain[-1].of())), str(chain[-1])) if chain else ""
 
     def why(self) -> list[str]:
@@ -169,14 +169,15 @@ class Waits:
             others = len(alike.pop((wait.who, wait.what), [wait])) - 1
             return f"{wait}{f' (and {others} more)' if others else ''}"
 
-        chain, batcher = self._main(), self.of([BATCHER])
-        lines = [f"{'  ← ' if place else ''}{line(wait)}" for place, wait in enumerate(chain)]
+        chain = self._main()
+        if chain and chain[0].who != BATCHER:
+            lines = [f"{'  ← ' if place else ''}{line(wait)}" for place, wait in enumerate(chain)]
+        else:
+            said = "trainer waits for nothing", *(wait.detail() for wait in chain)
+            lines = [": ".join(filter(None, said))]
         if chain and chain[-1] in chain[:-1]:
             lines.append("  … and so on: they wait for one another")
-        lines = lines or [
-            ": ".join(["trainer waits for nothing", *(w.detail() for w in batcher if w.detail())])
-        ]
-        root = self._doing((chain or batcher)[-1].of()) if chain or batcher else []
+        root = self._doing(chain[-1].of()) if chain else []
         lines += [f"  ← {words}" for words in root]
         beside = [line(waiting[0]) for waiting in [*alike.values()][:MOST_LINES]]
         beside += [words for words in self._doing(self.does) if words not in root]
@@ -188,13 +189,13 @@ class Waits:
 
         async def progresses() -> bool:
             nonlocal root
-            before, chain = root, self._main() or self.of([BATCHER])
+            before, chain = root, self._main()
             root = [(chain[0].what, wait.who, wait.since, wait.detail()) for wait in chain[-1:]]
             return not root or root != before
 
         while True:
             await until_stalled(progresses, seconds)
-            if chain := self._main() or self.of([BATCHER]):
+            if chain := self._main():
                 stalled(chain)
 
     def _doing(self, parties: Iterable[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 
 from distill import waits
@@ -20,10 +20,9 @@ LATE_POLL_SECONDS = 0.2  # between two looks whether a late rollout that a batch
 class LateWait:
     """How long the batch of a step still waits for late rollouts."""
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float) -> None:
         """`seconds`: for one batch; 0: not at all."""
-        self._seconds, self._clock = seconds, clock
-        self._step, self._until = -1, 0.0
+        self._seconds, self._step, self._until = seconds, -1, 0.0
         self.waiting = False  # whether the newest answer was to wait
 
     def left(self, step: int, expiring: int) -> float:
@@ -32,8 +31,8 @@ class LateWait:
         `expiring`: rollouts in flight that no later batch may take.
         """
         if expiring and step != self._step:
-            self._step, self._until = step, self._clock() + self._seconds
-        left = max(0.0, self._until - self._clock()) if expiring else 0.0
+            self._step, self._until = step, time.monotonic() + self._seconds
+        left = max(0.0, self._until - time.monotonic()) if expiring else 0.0
         self.waiting = left > 0
         return left
 

@@ -63,7 +63,7 @@ class GroupRewards(NamedTuple):
     """Standard deviation of one of them; 0 where there is one."""
 
 
-def group_rewards(rollouts: Sequence[Rollout], group_of: Callable[[str], str]) -> dict[str, GroupRewards]:
+def group_rewards(rollouts: Sequence[Rollout]) -> dict[str, GroupRewards]:
     """The rewards of every rollout's group, by the rollout's id, of those that have a reward."""
     rewards: dict[str, list[float]] = {}
     for rollout in rollouts:
@@ -84,7 +84,7 @@ def pack_batch(batch: Batch, world_size: int, shape: Shape, step_of: StepOf) -> 
     `step_of`: a token's version as a step of the trainer's lineage.
     """
     weights = dict(zip((rollout.id for rollout in batch.rollouts), batch.weights, strict=False))
-    groups = group_rewards(batch.rollouts, group_of) if shape.group > 1 else {}
+    groups = group_rewards(batch.rollouts) if shape.group > 1 else {}
     rollouts = [_cut(rollout, shape.supervised) for rollout in batch.rollouts]
     lengths = [rollout.prompt.shape[0] + rollout.length for rollout in rollouts]
     split = rectangles if shape.padded else end_to_end
@@ -153,8 +153,8 @@ def rows_of(
     teachers: dict[str, int],
     step_of: StepOf,
     step: int,
-    weights: Mapping[str, float] = {},
-    groups: Mapping[str, GroupRewards] = {},
+    weights: Mapping[str, float],
+    groups: Mapping[str, GroupRewards],
 ) -> Rows:
     """Rows of rollouts, in order, trained on top of `step`.
 

@@ -50,12 +50,11 @@ from distill.record.rollout import SPENDS_ATTEMPT, Rollout
 from distill.rollout.dispatcher import Dispatcher, Pin
 from distill.rollout.ends import Lost, Unneeded, Unusable
 from distill.rollout.replica_pool import Replica, ReplicaPool
-from distill.rollout.validation import Validator
 from distill.scoring import ask, until_answered
 from distill.waits import EVALUATION, GENERATION, PLAY
 from sync.base.errors import DataError, DistillError, RemoteError, Unreachable, WireError
 from sync.base.retry import Backoff
-from sync.wire import EVALUATION_ID, Generated, TeacherCompletion, TeacherPrompt, Version, Want, checks, pack
+from sync.wire import EVALUATION_ID, Generated, TeacherCompletion, TeacherPrompt, Version, checks, pack
 
 log = logging.getLogger(__name__)
 GONE_SECONDS: Final = 600.0
@@ -119,8 +118,7 @@ class Generation:
         async def generate(replica: Replica) -> None:
             for name, done in [*missing.items()]:
                 rollouts = self._rollouts(version, name)
-                validator = Validator(self._sets[name].sampling, Want(), self._parts.vocab_size)
-                await self._complete(rollouts, Pin(replica, version, validator), done)
+                await self._complete(rollouts, Pin(replica, version, self._sets[name].sampling), done)
                 completions = [done[rollout.id] for rollout in rollouts]
                 ending[name] = asyncio.create_task(self._end(version, name, completions))
                 del missing[name]

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Collection, Iterable
-from concurrent.futures import Future
 from functools import lru_cache, partial
 
 import numpy as np
@@ -69,10 +68,6 @@ class Record:
             self._unneeded(buffer[i] for i in change.ids if i in buffer)
         self.store.begin()
         change.apply(self.state, self.store)
-
-    def loading(self, count: int) -> Future[None] | None:
-        """What to wait for before `issue(count)` does not wait for prompts to be read; None: it does not."""
-        return self._prompts.loading(count)
 
     def _unneeded(self, rollouts: Iterable[Rollout]) -> None:
         if kept := [rollout for rollout in rollouts if rollout.kept is not None]:

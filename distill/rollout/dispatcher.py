@@ -14,7 +14,7 @@ from math import ceil
 from typing import Literal, NamedTuple
 
 from distill import waits
-from distill.buffer import depth
+from distill.buffer import Depth
 from distill.events import AT_FAULT
 from distill.interfaces import Common
 from distill.metrics.samples import Quarantine
@@ -22,10 +22,9 @@ from distill.record.rollout import RequeueReason, Rollout
 from distill.rollout.ends import Lost, Unneeded
 from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import Replica, ReplicaPool
-from distill.rollout.validation import Validator
 from distill.waits import DISPATCHER, GENERATION, PUBLISHER, TRAINER
 from sync.base.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
-from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version
+from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Sampling, Version, checks
 from sync.wire.checks import Problem
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class Pin(NamedTuple):
 
     replica: Replica  # held at `version`: see ReplicaPool.hold
     version: Version  # of step 0 any lineage's, which is the model folder
-    validator: Validator  # of its answers, with its sampling parameters
+    sampling: Sampling
 
     def other_version(self, answer: Generated) -> str | None:
         """Why an answer is not of `version`; None: it is."""
@@ -82,8 +81,7 @@ class Dispatcher:
     """Runs for the length of the run; `complete` at any time.
 
     Bounds: `RunState.room` prompts for the replica that is sent them, `rollout.max_in_flight` completions per
-    replica, and what the run's steps need in all. The validator holds the sampling parameters of requests and
-    checks responses.
+    replica, and what the run's steps need in all.
 
     The first turn of an episode is generated as a prompt. Further ones come before prompts, whose room may be
     used up, and from the replica that generated the turn before if it serves, for its KV cache.
@@ -93,13 +91,15 @@ class Dispatcher:
     """
 
     def __init__(self, common: Common, pool: ReplicaPool) -> None:
-        self._record, self._pool, self._validator = common.record, pool, common.validator
-        self._config, self._steps = common.config.rollout, common.config.run.steps
-        self._timeline, self._events = common.timeline, common.events
+        self._record, self._pool, self._parts = common.record, pool, common.parts
+        self._config, self._sampling = common.config.rollout, common.sampling
+        self._steps, self._timeline, self._events = common.config.run.steps, common.timeline, common.events
         self._prompts: deque[_Call] = deque()  # issued, or requeued, and to be sent; first turns too
         self._turns: deque[_Call] = deque()  # of episodes that have begun, to be sent
-        self._pinned: tuple[deque[_Call], deque[_Call]] = deque(), deque()  # turns and prompts, to be sent
-        self.depth = depth(common.config)
+        self._pinned: deque[_Call] = deque()  # of evaluations, to be sent
+        buffer, behind = common.config.buffer, common.config.weights.publish_every - 1
+        # replicas that get every n-th version need n - 1 batches
+        self.depth = Depth(buffer.max_staleness, least=behind, adaptive=buffer.depth == "adaptive")
         self._idle: dict[str, waits.Wait] = {}  # of replicas without work, whose room is used up
         self._sent = 0  # rollouts, in all
         self._closing = False
@@ -110,7 +110,7 @@ class Dispatcher:
         async with asyncio.TaskGroup() as group:
             try:
                 while True:
-                    while (loading := self._record.loading(self._most_new())) is not None:
+                    while (loading := self._parts.prompts.loading(self._most_new())) is not None:
                         with waits.on(DISPATCHER, "prompts", lambda: "they are read"):
                             await asyncio.wrap_future(loading)
                     await self._dispatch(group, begin)
@@ -132,8 +132,7 @@ class Dispatcher:
         for any more. Raises Lost; Unneeded when it was refused.
         """
         call = _Call(rollout, last, pin, asyncio.get_running_loop().create_future())
-        turns, prompts = (self._turns, self._prompts) if pin is None else self._pinned
-        (turns if rollout.own else prompts).append(call)
+        (self._pinned if pin else self._turns if rollout.own else self._prompts).append(call)
         self._events.changed.wake()
         try:
             return await call.completed
@@ -180,12 +179,10 @@ class Dispatcher:
         task.add_done_callback(partial(self._ended, request))
 
     def _next_pinned(self) -> tuple[Replica, list[_Call]] | None:
-        """The replica of an evaluation, and what it takes now, turns first; None: nothing."""
-        for waiting in self._pinned:
-            while waiting and waiting[0].is_left:
-                waiting.popleft()
-        turns, prompts = self._pinned
-        waiting, limit = turns or prompts, self._config.max_in_flight
+        """The replica of an evaluation, and what it takes now; None: nothing."""
+        waiting, limit = self._pinned, self._config.max_in_flight
+        while waiting and waiting[0].is_left:
+            waiting.popleft()
         if not waiting or (pin := waiting[0].pin) is None or pin.replica.rests_until > time.monotonic():
             return None
         count = min(len(waiting), self._config.request_size, limit)
@@ -301,7 +298,7 @@ class Dispatcher:
     async def _send(self, request: _Request) -> None:
         """One request from start to end; leaves in it what was not answered, and why."""
         replica, count = request.replica, len(request.missing)
-        sampling = (request.pin.validator if request.pin else self._validator).sampling
+        sampling = request.pin.sampling if request.pin else self._sampling
         prompts = [
             GeneratePrompt(id, call.rollout.source_prompt.token_ids, routes_from=call.rollout.routes_from)
             for id, call in request.missing.items()
@@ -392,7 +389,10 @@ class Dispatcher:
         """Why an answer cannot be used; None: it can."""
         if isinstance(answer, GenerateFailed):
             return answer.error
-        rollout, pin = call.rollout, call.pin
-        validator, prompt = pin.validator if pin else self._validator, rollout.source_prompt
-        problem = validator.generated(answer, len(prompt.token_ids), rollout.routes_from)
+        rollout, pin, parts = call.rollout, call.pin, self._parts
+        sampling = pin.sampling if pin else self._sampling
+        problem = checks.generated(answer, sampling, parts.vocab_size)
+        if problem is None and (count := answer.token_ids.shape[0]):
+            places = len(rollout.source_prompt.token_ids) + count - 1 - rollout.routes_from
+            problem = checks.routes(answer.routes, places, parts.routing if sampling.routes else None)
         return problem or (pin.other_version(answer) if pin else None)

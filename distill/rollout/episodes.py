@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -44,14 +44,6 @@ PAUSE: Final = 5.0
 """Longest pause, in seconds, before an episode begins again after its environment was gone."""
 
 
-class Played(NamedTuple):
-    """An episode that has ended."""
-
-    rollout: Rollout  # with the first prompt, `own` and the reward
-    answer: Generated  # all tokens behind the prompt
-    following: list[Rollout]  # completed: what it said behind contexts that its environment rewrote
-
-
 class Episodes:
     """Plays the episodes of a run; `play` at any time.
 
@@ -77,9 +69,11 @@ class Episodes:
                 if any(is_too_old(span.version) for span in said) and not patience.expired():
                     patience.reschedule(now)
 
-    async def play(self, rollout: Rollout) -> Played:
-        """An episode, played to its end; it begins again, up to `max_attempts` times, when its environment is
-        gone.
+    async def play(self, rollout: Rollout) -> tuple[FinishReason, list[Rollout]]:
+        """An episode, played to its end: how that came, its completion, with `own` and the reward, and
+        completions of their own for what it said behind contexts that its environment rewrote.
+
+        It begins again, up to `max_attempts` times, when its environment is gone.
 
         Raises Unusable when the environment fails, or gives no reward where `objective.task` is set; Unneeded
         when it is left or its replica refuses it, Dropped.
@@ -114,7 +108,7 @@ class Episodes:
             else:
                 self._budget.good(f"environment {name}")
                 self._backoff[name].reset()
-                return _played(rollout, episode)
+                return episode.finish_reason, _played(rollout, episode)
             finally:
                 del self._under_way[rollout.id]
                 self._last.pop(rollout.id, None)
@@ -146,29 +140,25 @@ class Episodes:
             raise Dropped
 
 
-def _played(rollout: Rollout, episode: Episode) -> Played:
-    """An episode that a limit ended has reward 0."""
-    reward = episode.reward if episode.ended == "over" else 0.0
-    rollouts, answers = [], []
+def _played(rollout: Rollout, episode: Episode) -> list[Rollout]:
+    """A completion for every context. An episode that a limit ended has reward 0."""
+    reward, played = episode.reward if episode.ended == "over" else 0.0, list[Rollout]()
     earned = [0.0, *accumulate(episode.turn_rewards)]
     for place, sequence in enumerate(episode.sequences):
         name = rollout.id if place == 0 else f"{rollout.id}+{place}"
         prompt = replace(rollout.source_prompt, id=name, token_ids=sequence.prompt)
         before, earned = earned[: len(sequence.own)], earned[len(sequence.own) :]
-        rollouts.append(
-            replace(
-                rollout,
-                id=name,
-                issued=prompt,
-                own=tuple(sequence.own),
-                reward=reward,
-                earned=tuple(before) if any(before) else (),
-                continues=place > 0,
-            )
+        part = replace(
+            rollout,
+            id=name,
+            issued=prompt,
+            own=tuple(sequence.own),
+            reward=reward,
+            earned=tuple(before) if any(before) else (),
+            continues=place > 0,
         )
-        answers.append(sequence.completion(name, episode.finish_reason))
-    following = [played.completed(answer) for played, answer in zip(rollouts[1:], answers[1:], strict=True)]
-    return Played(rollouts[0], answers[0], following)
+        played.append(part.completed(sequence.completion(name, episode.finish_reason)))
+    return played
 
 
 class _Left(Exception):

@@ -81,7 +81,7 @@ class Lives:
             if rollout.by_teacher:
                 rollout = await self.generation.answer(rollout)
             elif not rollout.continues:
-                rollout, reason, parts = await self._completed(rollout)
+                reason, (rollout, *parts) = await self._completed(rollout)
                 self._check_limits(rollout, reason)
                 following = [*parts] if self._record.state.rules.group == 1 else []
             self._screen(rollout)
@@ -101,15 +101,13 @@ class Lives:
 
     # --- the steps ----------------------------------------------------------------------------------------
 
-    async def _completed(self, rollout: Rollout) -> tuple[Rollout, str, list[Rollout]]:
-        """With the student's completion and why that ended; and what an episode said behind contexts that
-        were rewritten."""
-        parts: list[Rollout] = []
+    async def _completed(self, rollout: Rollout) -> tuple[str, list[Rollout]]:
+        """Why the student's completion ended, and it; behind it those of an episode whose context was
+        rewritten."""
         if rollout.source_prompt.environment:
-            rollout, answer, parts = await self.episodes.play(rollout)
-        else:
-            answer, _ = await self.dispatcher.complete(rollout)
-        return rollout.completed(answer), answer.finish_reason, parts
+            return await self.episodes.play(rollout)
+        answer, _ = await self.dispatcher.complete(rollout)
+        return answer.finish_reason, [rollout.completed(answer)]
 
     def _check_limits(self, rollout: Rollout, finish_reason: str) -> None:
         """Raise Lost or Unusable for what was broken off, or ended by a limit whose policy is that."""

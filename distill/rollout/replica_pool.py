@@ -117,7 +117,8 @@ class ReplicaPool:
         self._events, config = common.events, common.config
         self._weights, self._stall_timeout_seconds = config.weights, config.rollout.stall_timeout_seconds
         self._published = Signal()
-        self._tasks, self._running = dict[str, asyncio.Task[None]](), False
+        self._tasks = dict[str, asyncio.Task[None]]()
+        self._group: asyncio.TaskGroup | None = None  # of them, while it runs
         self.keeps_cache = config.keeps_cache  # of running completions, at a swap
 
     @property
@@ -144,12 +145,14 @@ class ReplicaPool:
         `for_evaluations`: for them alone; it serves whatever it holds.
         """
         assert name not in self.replicas, f"replica {name} is a member already"
-        self.replicas[name] = Replica(name, engine, not self._running, for_evaluations)
-        if self._running:
-            self._start(name)
+        self.replicas[name] = Replica(name, engine, self._group is None, for_evaluations)
+        self._start(name)
 
     def _start(self, name: str) -> None:
-        self._tasks[name] = asyncio.create_task(self._follow(self.replicas[name]), name=f"follow {name}")
+        """Once the pool runs."""
+        if self._group is not None:
+            follow = self._follow(self.replicas[name])
+            self._tasks[name] = self._group.create_task(follow, name=f"follow {name}")
 
     async def remove(self, name: str) -> None:
         """Let a replica leave; its unfinished prompts are requeued. Raises RemoteError: there is none."""
@@ -228,21 +231,13 @@ class ReplicaPool:
 
     async def run(self) -> None:
         """Follow until cancelled. An error of the controller's own is raised."""
-        self._running = True
-        for name in self.replicas:
-            self._start(name)
-        try:
-            while True:
-                self.raise_failure()
-                await asyncio.sleep(0.5)
-        finally:
-            self._running = False
-            await cancel(self._tasks.values())
-
-    def raise_failure(self) -> None:
-        """Raise the error that a replica's task ended with, if one did."""
-        for task in [task for task in self._tasks.values() if task.done()]:
-            task.result()
+        async with asyncio.TaskGroup() as self._group:
+            for name in self.replicas:
+                self._start(name)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self._group = None
 
     def published(self) -> None:
         """A newer version is there, or another lineage has begun."""

@@ -1,19 +1,13 @@
-"""Validation of rollouts: the checks of sync.wire.checks, bound to what this run requested. Pure.
-
-A problem is returned, never raised: the caller quarantines, requeues or refuses.
-"""
+"""How completions are sampled, and which of them are degenerate. Pure."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from distill.config import RolloutConfig
 from distill.config.evaluation import EvaluationSet
-from sync.wire import Array, Generated, Routing, Sampling, Scored, TeacherCompletion, Want, checks, unpack
-from sync.wire.checks import Problem
+from sync.wire import Array, Sampling, unpack
 
 LONGEST_PATTERN = 8  # tokens of a pattern whose repetition is looked for
 
@@ -32,35 +26,6 @@ def sampling_of(config: RolloutConfig, of: EvaluationSet | None = None) -> Sampl
     if of is not None:
         return sampling
     return msgspec.structs.replace(sampling, routes=config.routing_replay, mask=sampling.cuts)
-
-
-@dataclass(frozen=True)
-class Validator:
-    """Validates what engines return for one run; None: no problem."""
-
-    sampling: Sampling
-    want: Want
-    vocab_size: int = checks.ANY_ID
-    routing: Routing | None = None
-    """Of a student whose routes are recorded."""
-
-    def generated(self, answer: Generated, prompt: int, routes_from: int = 0) -> Problem | None:
-        """Of a completion of `prompt` tokens by the student."""
-        count = answer.token_ids.shape[0] if answer.token_ids.shape else 0
-        places = prompt + count - 1 - routes_from
-        return checks.generated(answer, self.sampling, self.vocab_size) or (
-            checks.routes(answer.routes, places, self.routing) if answer.token_ids.data else None
-        )
-
-    def teacher_completion(self, answer: TeacherCompletion) -> Problem | None:
-        return checks.teacher_completion(answer, self.sampling.max_tokens, self.vocab_size)
-
-    def scored(
-        self, answer: Scored, count: int, hidden_size: int | None = None, keep: bool = False
-    ) -> Problem | None:
-        """Of a teacher's scores of `count` completion tokens; `keep`: it was to keep them."""
-        gather, want = self.sampling.student_topk, msgspec.structs.replace(self.want, keep=keep)
-        return checks.scored(answer, count, gather, want, self.vocab_size, hidden_size)
 
 
 def repetitive(tokens: Array, repeats: int | None) -> str | None:

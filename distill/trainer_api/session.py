@@ -15,7 +15,7 @@ from functools import partial
 from distill.aio import Signal
 from distill.batching.packing import Shape, pack_batch
 from distill.interfaces import Common
-from distill.record.changes import Checkpointed, HandedOut, RolledBack, Stepped, VersionPublished
+from distill.record.changes import Checkpointed, HandedOut, Stepped, VersionPublished
 from distill.rollout.broadcasts import Broadcasts
 from sync import wire
 from sync.base.errors import RemoteError, WireError
@@ -42,9 +42,7 @@ class TrainerSession:
         self._world_size, self._sharing = 1, 1  # ranks, and how many of them are given the same rows
         self._shares: dict[int, list[bytes]] = {}  # step → encoded shares, of the newest steps
         self._encoding = asyncio.Lock()
-        self._stop: Stop | None = None
-        self._handed_out = -1  # newest step of this lineage whose batch a rank has
-        self._retreat: RolledBack | None = None  # what the next trainer must begin with
+        self.stopping: Stop | None = None  # what ranks are told that ask for more
         self.live = False  # a trainer of the current lineage said hello to this controller
         self.ready = -1  # newest step whose batch is safe on disk
         self.requested = -1  # newest step that a rank requested
@@ -62,24 +60,20 @@ class TrainerSession:
 
     def stop(self, reason: str) -> None:
         """No batch after the one that a rank already has."""
-        if self._stop is None:
-            self._stop = Stop(reason=reason, checkpoint=True)
+        if self.stopping is None:
+            self.stopping = Stop(reason=reason, checkpoint=True)
             self.wake()
 
-    def died(self) -> None:
-        """The trainer's processes have ended: what lingers of them is refused, the next one says hello."""
+    def dismiss(self) -> None:
+        """The trainer's processes have ended, or it is rolled back: what lingers of it is refused, and the
+        next one says hello."""
         self.live = False
-        self.wake()
-
-    def roll_back(self, retreat: RolledBack) -> None:
-        """Send the present trainer away; the next one must begin at `retreat`."""
-        self.live, self._retreat = False, retreat
         self.wake()
 
     async def hello(self, hello: wire.TrainerHello) -> wire.TrainerWelcome:
         """Open a lineage. Raises RemoteError for another run, model, or checkpoint that is not on record."""
         self._check_hello(hello)
-        at, retreat = hello.checkpoint, self._retreat
+        at, retreat = hello.checkpoint, self._record.state.rolled_back
         for line in hello.altered:
             logger.warning("%s", line)
         if at is None and retreat is None and (saved := self._record.state.checkpoints):
@@ -90,9 +84,8 @@ class TrainerSession:
         without = None if retreat is None else retreat.without
         self.live = False  # what the last trainer asked for is no longer formed: this one has its own steps
         opening = await self._record.open_lineage(at, hello.fingerprint, without, hello.world_size)
-        self._retreat = None
         self._world_size, self._sharing = hello.world_size, hello.sequence_parallel
-        self._shares, self._handed_out, self.live = {}, -1, True
+        self._shares, self.live = {}, True
         self.ready, self.requested, self.final = opening.branch - 1, opening.start - 1, None
         logger.info(
             "trainer with %d ranks begins lineage %d at step %d; %d batches are handed out again",
@@ -126,7 +119,7 @@ class TrainerSession:
                 f"checkpoint {at} belongs to no lineage in this run's record: remove the checkpoints, "
                 "or restore the record they belong to"
             )
-        to = at if self._retreat is None else self._retreat.to
+        to = at if state.rolled_back is None else state.rolled_back.to
         if to != at and (to is None or at is None or at > to):  # an older one where that is damaged
             raise RemoteError(
                 f"the run was rolled back to {to or 'the model folder'} and the trainer comes "
@@ -151,18 +144,18 @@ class TrainerSession:
         while True:
             self._check(request.version)
             self._check_rank(request)
+            is_first = step > self._record.state.bisection.handed_out
             if step > self.requested:
                 self.requested = step
                 self.wake()
-            if step > self._handed_out and (step >= self._steps or self._stop):
-                return wire.encode(self._stop or Stop(reason="all steps are done", checkpoint=True))
-            if step <= self.ready and (step <= self._handed_out or not self.withheld):
+            if is_first and (step >= self._steps or self.stopping):
+                return wire.encode(self.stopping or Stop(reason="all steps are done", checkpoint=True))
+            if step <= self.ready and not (is_first and self.withheld):
                 if step not in self._shares:
                     await self.prepare(step)
                     continue
                 share = self._shares[step][request.rank // self._sharing]
-                if step > self._handed_out:
-                    self._handed_out = step
+                if is_first:
                     self._record.write(HandedOut(request.version))
                     await self._record.store.commit()
                 return share
@@ -173,16 +166,17 @@ class TrainerSession:
                 return wire.encode(wire.Wait())
 
     def _check_rank(self, request: wire.BatchRequest) -> None:
-        start = self._record.state.lineages[request.version.lineage].start
+        state = self._record.state
+        start, handed_out = state.lineages[request.version.lineage].start, state.bisection.handed_out
         if request.world_size != self._world_size or not 0 <= request.rank < self._world_size:
             raise RemoteError(
                 f"rank {request.rank} of {request.world_size} is not one of the {self._world_size} "
                 "ranks that said hello"
             )
-        if not start <= request.version.step <= max(self._handed_out + 1, start):
+        if not start <= request.version.step <= max(handed_out + 1, start):
             raise RemoteError(
                 f"step {request.version.step} cannot be requested: the lineage began at {start} and "
-                f"has got batches up to step {self._handed_out}"
+                f"has got batches up to step {handed_out}"
             )
 
     async def prepare(self, step: int) -> None:
@@ -222,17 +216,17 @@ class TrainerSession:
 
         Heartbeats also come from a trainer that this controller, started anew, has not welcomed.
         """
+        state, answer = self._record.state, None
         if isinstance(event, Heartbeat):  # never waits for a disk; none is due after the last message
-            if self._retreat is not None or event.version.lineage != self._record.state.lineage:
+            if state.rolled_back is not None or event.version.lineage != state.lineage:
                 self._check(event.version)
             if self.live and self.final is None:
                 self._events.emit(event)
             return wire.Ok()
         self._check(event.version)
-        state, answer = self._record.state, None
         assert state.reached is not None, "a trainer of this lineage has said hello"
         start, reached = state.lineages[event.version.lineage].start, state.reached.step
-        if problem := checks.event(event, start, reached, max(reached, self._handed_out + 1)):
+        if problem := checks.event(event, start, reached, max(reached, state.bisection.handed_out + 1)):
             raise WireError(f"the trainer's message cannot be used: {problem}")  # nothing of it is recorded
         if isinstance(event, StepReport):
             if event.version.step > reached:
@@ -255,7 +249,7 @@ class TrainerSession:
         """Raises Overloaded for a broadcast that no replica would receive yet."""
         answer, known = None, self._record.state.published
         if event.kind == "broadcast":
-            answer = self.broadcasts.announce(event, ending=self._stop is not None)
+            answer = self.broadcasts.announce(event, ending=self.stopping is not None)
         if not known or (known[-1].version, known[-1].kind) != (event.version, event.kind):
             self._record.write(
                 VersionPublished(event.version, event.kind, event.bytes, event.full_bytes, event.seconds)

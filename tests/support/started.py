@@ -18,7 +18,6 @@ from distill.prompts.stream import PromptStream
 from distill.record.record import Record
 from distill.record.resume import Start, resume
 from distill.record.store import Store
-from distill.rollout.validation import Validator
 from sync.wire import Sampling, Want
 
 
@@ -45,8 +44,7 @@ def common_of(
     """What the stages of a run share, for a test of some of them."""
     needed = {"replicas": {}, "teachers": {}, "route": lambda source: "t", "prompts": None, "store": None}
     components, events = Components(**{**needed, "want": want, **parts}), Events()
-    budget, validator = ErrorBudget(bad_answers, events), Validator(sampling, want)
-    return Common(config, components, record, validator, Timeline(), budget, events)
+    return Common(config, components, record, sampling, Timeline(), ErrorBudget(bad_answers, events), events)
 
 
 async def ended(run: Controller, **trainer: Any) -> tuple[dict[str, Any], MemoryTrainer]:

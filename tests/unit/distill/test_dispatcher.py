@@ -27,11 +27,10 @@ from distill.rollout.ends import Lost
 from distill.rollout.life import Lives
 from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
-from distill.rollout.validation import Validator
 from distill.waits import Waits, use
 from sync import wire
 from sync.base.errors import Overloaded, RemoteError
-from sync.wire import Generated, GenerateFailed, GenerateRequest, Sampling, Version, Want
+from sync.wire import Generated, GenerateFailed, GenerateRequest, Sampling, Version
 
 pytestmark = pytest.mark.virtual_time
 
@@ -72,7 +71,7 @@ class Bench:
         )
         limit = settings.rollout.completion_timeout_seconds
         sampling = Sampling(max_tokens=settings.rollout.max_tokens, student_topk=2, max_seconds=limit)
-        common = common_of(settings, self.record, sampling, rewards=rewards)
+        common = common_of(settings, self.record, sampling, rewards=rewards, prompts=prompts)
         self.events, self.timeline = common.events, common.timeline
         self.pool = ReplicaPool(common)
         self.pool.poll_seconds = self.pool.retry_seconds = 0.02
@@ -319,7 +318,7 @@ async def test_every_completion_is_rewarded_before_it_is_scored(tmp_path: Path) 
 
 def pinned(bench: Bench, version: Version = Version(0, 0)) -> Pin:
     """To the first replica, with sampling of its own."""
-    return Pin(bench.pool.replicas["r0"], version, Validator(Sampling(max_tokens=5), Want()))
+    return Pin(bench.pool.replicas["r0"], version, Sampling(max_tokens=5))
 
 
 def asked(bench: Bench, pin: Pin, count: int) -> list[asyncio.Task[tuple[Generated, Replica]]]:

@@ -160,7 +160,8 @@ async def test_beats_of_a_trainer_are_refused_once_it_was_sent_away_alone(contro
     assert not made.session.live
     await made.session.event(beat)
     assert made.heartbeats.since == {}
-    made.session.roll_back(RolledBack(None, [], "bad"))
+    made.record.write(RolledBack(None, [], "bad"))
+    made.session.dismiss()
     with pytest.raises(RemoteError, match="this one must leave"):
         await made.session.event(beat)
 

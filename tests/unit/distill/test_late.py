@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from random_history import opened, scored
 from small_config import make_config
+from virtual_time import advance
 
 from distill.batching.batcher import LateWait
 from distill.buffer import Bound, Rules, rules
@@ -80,16 +81,16 @@ async def test_a_group_expires_with_its_oldest_member_and_one_that_is_broken_is_
     record.store.close()
 
 
-def test_a_batch_is_held_for_its_time_and_no_longer() -> None:
-    now = [10.0]
-    wait = LateWait(5.0, lambda: now[0])
+@pytest.mark.virtual_time
+async def test_a_batch_is_held_for_its_time_and_no_longer() -> None:
+    wait = LateWait(5.0)
     assert wait.left(3, expiring=0) == 0.0
-    now[0] = 12.0
+    advance(2.0)
     assert wait.left(3, expiring=2) == 5.0
-    now[0] = 16.0
+    advance(4.0)
     assert wait.left(3, expiring=1) == 1.0
     assert wait.left(3, expiring=0) == 0.0
-    now[0] = 17.0
+    advance(1.0)
     assert wait.left(3, expiring=1) == 0.0
     assert wait.left(4, expiring=1) == 5.0
     assert LateWait(0.0).left(3, expiring=9) == 0.0

@@ -48,8 +48,8 @@ def step(version: Version) -> int:
     return version.step
 
 
-def shares(rollouts: list[Rollout], ranks: int, tokens: int, padded: bool = False) -> list[wire.TrainBatch]:
-    return pack_batch(formed(rollouts), ranks, Shape(tokens, list(TEACHERS), padded=padded), step)
+def shares(rollouts: list[Rollout], ranks: int, tokens: int) -> list[wire.TrainBatch]:
+    return pack_batch(formed(rollouts), ranks, Shape(tokens, list(TEACHERS)), step)
 
 
 def share(rollouts: list[Rollout], tokens: int = 99, **shape: int) -> tuple[wire.TrainBatch, wire.Rows]:
@@ -193,33 +193,6 @@ def test_kept_and_inline_scores_and_the_teachers_they_are_of_never_share_a_micro
 PROMPTS = [pack(np.arange(3, dtype="i4")), None, None, pack(np.arange(1, dtype="i4"))]
 
 
-def slots(rows: wire.Rows, padded: bool) -> int:
-    """Positions that a rank computes."""
-    lengths = unpack(rows.prompt_lens) + unpack(rows.completion_lens)
-    return int(lengths.max(initial=0)) * len(lengths) if padded else int(lengths.sum())
-
-
-sizes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=40)
-
-
-@given(sizes=sizes, ranks=st.integers(1, 5), tokens=st.integers(1, 200), padded=st.booleans())
-def test_every_row_is_in_one_micro_batch_and_all_ranks_have_as_many(
-    sizes: list[tuple[int, int]], ranks: int, tokens: int, padded: bool
-) -> None:
-    rollouts = [rollout(i, prompt, length) for i, (prompt, length) in enumerate(sizes)]
-    batches = shares(rollouts, ranks, tokens, padded)
-    assert len(batches) == ranks
-    assert len({len(batch.micro_batches) for batch in batches}) == 1
-    assert {batch.denominator for batch in batches} == {sum(length for _, length in sizes)}
-    rows = [micro for batch in batches for micro in batch.micro_batches]
-    ids = [i for micro in rows for i in micro.ids]
-    assert sorted(ids) == sorted(r.id for r in rollouts)
-    assert all(slots(micro, padded) <= tokens or len(micro.ids) <= 1 for micro in rows)
-    assert sum(micro.behavior_logprob.shape[0] for micro in rows) == batches[0].denominator
-    counts = [sum(len(micro.ids) for micro in batch.micro_batches) for batch in batches]
-    assert not padded or max(counts) - min(counts) <= 1
-
-
 def test_the_same_rollouts_give_the_same_bytes() -> None:
     rollouts = [rollout(i, 2 + i % 3, 5 + i % 7) for i in range(20)]
     assert [encode(b) for b in shares(rollouts, 3, 40)] == [encode(b) for b in shares(rollouts, 3, 40)]
@@ -256,13 +229,11 @@ def test_a_rank_without_rows_gets_empty_arrays_of_the_same_kinds() -> None:
     assert second.denominator == 2
 
 
-@pytest.mark.parametrize(("padded", "apart"), [(True, 16), (False, 4)])
-def test_lockstep_ranks_get_as_much_to_compute(padded: bool, apart: int) -> None:
-    rollouts = [rollout(i, 1, 1 + i) for i in range(16)]
-    one, two = shares(rollouts, 2, 60, padded)
-    assert len(one.micro_batches) > 1
-    for a, b in zip(one.micro_batches, two.micro_batches, strict=True):
-        assert abs(slots(a, padded) - slots(b, padded)) <= apart
+@pytest.mark.parametrize(("padded", "ids"), [(True, [["r0"], ["r1"]]), (False, [["r0", "r1"]])])
+def test_rows_that_are_padded_count_as_long_as_the_longest(padded: bool, ids: list[list[str]]) -> None:
+    made = formed([rollout(0, 1, 8), rollout(1, 1, 1)])
+    (batch,) = pack_batch(made, 1, Shape(12, list(TEACHERS), padded=padded), step)
+    assert [rows.ids for rows in batch.micro_batches] == ids
 
 
 @pytest.mark.parametrize("other", [Array("bf16", (2, 4), bytes(16)), None], ids=["narrower", "none"])
@@ -308,18 +279,20 @@ def test_weights_and_baselines_follow_their_rows() -> None:
         deviation = np.float32(np.std([0, 1, 2, 0], ddof=1))
         assert unpack(micro.deviation).tolist() == [deviation] * len(micro.ids)
     assert sum(len(micro.ids) for micro in rows) == 4
-    assert group_rewards([rollout(9, 1, 2)], lambda name: name) == {}
+    assert group_rewards([rollout(9, 1, 2)]) == {}
     _, plain = share(rollouts)
     assert (plain.weight, plain.baseline) == (None, None)
 
 
 def test_a_groups_baseline_and_deviation_are_of_the_students_rewards() -> None:
     """Of groups of two the teacher generated none, one or both."""
-    rollouts = [replace(rollout(i, 1, 2), reward=float(i), by_teacher=i in (3, 4, 5)) for i in range(6)]
-    rewards = group_rewards(rollouts, lambda name: str(int(name[1:]) // 2))
-    means = {name: group.mean for name, group in rewards.items()}
-    assert means == {"r0": 0.5, "r1": 0.5, "r2": 2.0, "r3": 2.0, "r4": 0.0, "r5": 0.0}
-    assert [group.deviation for group in rewards.values()] == [0.5**0.5] * 2 + [0.0] * 4
+    names = [f"0:{i // 2}:{i % 2}" for i in range(6)]
+    rollouts = [
+        replace(rollout(i, 1, 2), id=name, reward=float(i), by_teacher=i in (3, 4, 5))
+        for i, name in enumerate(names)
+    ]
+    rewards = group_rewards(rollouts)
+    assert [rewards[name] for name in names] == [(0.5, 0.5**0.5)] * 2 + [(2.0, 0.0)] * 2 + [(0.0, 0.0)] * 2
 
 
 def test_entropy_is_left_out_where_one_teacher_cannot_tell_it() -> None:
@@ -354,9 +327,10 @@ def test_rows_say_which_of_them_the_teacher_generated_and_those_are_of_the_steps
 rows = st.lists(st.tuples(st.integers(1, 90), st.sampled_from("abc")), min_size=1, max_size=60)
 
 
-def filled(split: Split, lengths: list[int]) -> list[list[int]]:
-    """Tokens of each micro-batch of each rank."""
-    return [[sum(lengths[place] for place in micro) for micro in share] for share in split]
+def slots(fill: Callable[..., Split], micro: list[int], lengths: list[int]) -> int:
+    """Positions that a rank computes."""
+    sizes = [lengths[place] for place in micro]
+    return sum(sizes) if fill is end_to_end else len(sizes) * max(sizes)
 
 
 @pytest.mark.parametrize("fill", [end_to_end, rectangles])
@@ -370,13 +344,22 @@ def test_every_row_is_in_one_micro_batch_of_its_kind_that_is_not_too_long(
     assert sorted(place for part in micro for place in part) == list(range(len(rows)))
     for part in micro:
         assert len({kinds[place] for place in part}) == 1
-        sizes = [lengths[place] for place in part]
-        slots = sum(sizes) if fill is end_to_end else len(sizes) * max(sizes)
-        assert slots <= tokens or len(part) == 1
+        assert slots(fill, part, lengths) <= tokens or len(part) == 1
     counts = {len(share) for share in split}
     if fill is end_to_end and len(counts) > 1:
         assert max(len(part) for part in micro) == 1
         assert max(counts) - min(counts) == 1
+    of_ranks = [sum(map(len, share)) for share in split]
+    assert fill is end_to_end or max(of_ranks) - min(of_ranks) <= 1
+
+
+@pytest.mark.parametrize(("fill", "apart"), [(rectangles, 16), (end_to_end, 4)])
+def test_lockstep_ranks_get_as_much_to_compute(fill: Callable[..., Split], apart: int) -> None:
+    lengths = [*range(2, 18)]
+    one, two = fill(lengths, [0] * 16, 2, 60)
+    assert len(one) > 1
+    for a, b in zip(one, two, strict=True):
+        assert abs(slots(fill, a, lengths) - slots(fill, b, lengths)) <= apart
 
 
 def test_the_fewest_micro_batches_are_filled_evenly_and_the_longest_come_first() -> None:
@@ -407,15 +390,12 @@ def test_a_mixture_of_lengths_fills_the_micro_batches_of_all_ranks_alike(seed: i
     g, tokens = np.random.default_rng(seed), 16_384
     lengths = np.exp(g.uniform(np.log(32), np.log(4096), 1024)).astype(int).tolist()
     split = end_to_end(lengths, [0] * len(lengths), ranks, tokens)
-    loads = np.array(filled(split, lengths))
+    loads = np.array([[sum(lengths[p] for p in micro) for micro in share] for share in split])
     fewest = math.ceil(sum(lengths) / tokens / ranks)
     assert loads.shape == (ranks, fewest)
     assert loads.sum() / (loads.max(0).sum() * ranks) >= 0.97
     squares = np.array([[sum(lengths[p] ** 2 for p in micro) for micro in share] for share in split])
     assert squares.sum() / (squares.max(0).sum() * ranks) >= 0.9, "attention costs the ranks the same"
-    padded = rectangles(lengths, [0] * len(lengths), ranks, tokens)
-    slots = sum(len(m) * max(lengths[p] for p in m) for share in padded for m in share)
-    assert sum(lengths) / slots < 0.97, "what there is to gain"
 
 
 # --- which prompts the teacher completes; the rest of their path is in test_controller

@@ -23,7 +23,7 @@ from distill.rollout.ends import Unusable
 from distill.scoring import Scoring, TeacherQueue
 from sync import wire
 from sync.base.errors import Overloaded, RemoteError, TooLarge
-from sync.wire import Array, Generated, Kept, Sampling, Scored, ScoreRefused, ScoreReply, Want, pack, unpack
+from sync.wire import Array, Generated, Kept, Scored, ScoreRefused, ScoreReply, Want, pack, unpack
 from teacher_service.client import Reply
 
 pytestmark = pytest.mark.virtual_time
@@ -56,8 +56,7 @@ class Bench:
     ) -> None:
         self.rollouts, self.refused = list[Rollout](), dict[str, Unusable]()
         config = make_config(buffer={"score_batch": batch, "scores": scores})
-        sampling = Sampling(max_tokens=8, student_topk=topk)
-        common = common_of(config, None, sampling, want, teachers=teachers, **parts)
+        common = common_of(config, None, want=want, student_topk=topk, teachers=teachers, **parts)
         self.scoring = TeacherQueue(Scoring(common), common)
         self.scoring.linger = 0.005
 

@@ -40,7 +40,7 @@ ALLOWED: Final = {
     "record.flush": NOTHING,
     "replica_pool._serve": "pause between two looks at a replica that serves",
     "generation._played": "pause before an episode begins again",
-    "replica_pool.run": "pause between two looks at tasks",
+    "replica_pool.run": "the error of a replica's task, or the end of the run",
     "replica_pool.unless_lost": "the loss that ends the other work",
     "schedule.run": "pause before another try, and versions that are due",
     "scoring._serve": "pause in which a request fills",
