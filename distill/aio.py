@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from sync.base.errors import Unreachable
@@ -15,11 +15,12 @@ LOOK_SECONDS = 5.0  # longest pause between two looks of `until_stalled`; of a s
 
 
 async def unless(over: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T], told: str) -> T:
-    """`work`, cancelled when `over` ends first: then Unreachable, with `told`."""
+    """`work`, cancelled when `over` ends first: then that one's error, else Unreachable, with `told`."""
     task, watch = asyncio.create_task(work), asyncio.create_task(over)
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
+            watch.result()
             raise Unreachable(told)
         return await task
     finally:
@@ -28,20 +29,18 @@ async def unless(over: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]
 
 async def in_daemon(work: Callable[[], None]) -> None:
     """`work` in a thread whose end nothing waits for but this: neither the event loop nor the interpreter."""
-    loop, ended, raised = asyncio.get_running_loop(), asyncio.Event(), list[BaseException]()
+    ended = Future[None]()
+    ended.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             work()
+            ended.set_result(None)
         except BaseException as error:  # noqa: BLE001  # raised below
-            raised.append(error)
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(ended.set)
+            ended.set_exception(error)
 
     threading.Thread(target=run, name="daemon", daemon=True).start()
-    await ended.wait()
-    for error in raised:
-        raise error
+    await asyncio.wrap_future(ended)
 
 
 async def until(over: Coroutine[Any, Any, None], workers: Iterable[asyncio.Task[Any]]) -> None:

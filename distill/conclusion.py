@@ -11,7 +11,6 @@ from distill import waits
 from distill.evaluation.schedule import Evaluations
 from distill.record.changes import Concluded
 from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
-from distill.waits import EVALUATION
 from sync.base.errors import DistillError
 from sync.wire import FinalDigests, Version
 
@@ -35,7 +34,7 @@ async def conclude(
             return Concluded(version, weights, [])
     elif final is not None and evaluations is not None:
         try:
-            with waits.on(waits.END, "evaluation", of=lambda: [EVALUATION]):
+            with waits.on(waits.END, "evaluation", of=lambda: [waits.EVALUATION]):
                 await evaluations.now(final.version, last=True)
         except DistillError as error:
             failure = str(error)

@@ -8,7 +8,7 @@ processes. PIPE is a descriptor whose other end only the launcher holds.
     command ends          → kill what it left behind, exit with its status
     PIPE closes           → the launcher is gone, even by SIGKILL: TERM the command, then kill everything;
                             with --kill, because the run goes on without it: kill everything at once
-    a byte in PIPE        → kill everything at once
+    a byte in PIPE        → kill everything at once; with --kill, where the byte is ASK: TERM the command
     the guardian is killed → the kernel kills the command; the rest falls to the launcher, which adopts it
 
 The launcher is a subreaper too (`adopt_orphans`): what a killed guardian leaves, in whatever session, becomes
@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import math
 import os
 import select
 import signal
@@ -35,6 +36,7 @@ import psutil
 
 MODULE: Final = "distill.guardian"
 KILL: Final = "--kill"
+ASK: Final = b"t"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_SECONDS = 0.1
 ORPHAN_GRACE_SECONDS = 3.0
@@ -53,18 +55,39 @@ def main() -> int:
     pipe, kill = int(sys.argv[2]), sys.argv[3] == KILL
     command = sys.argv[4:] if kill else sys.argv[3:]
     os.set_inheritable(pipe, False)
-    status = _watch(spawn(command), pipe, kill)
-    kill_descendants()
-    return status
+    return guard(command, pipe, kill)
 
 
-def spawn(command: list[str]) -> int:
+def guard(command: list[str], pipe: int, kill: bool) -> int:
+    """Run a command for as long as `pipe`, with or without --kill, lets it; its exit status in the shell's
+    way, or 128 + SIGKILL when the launcher went first. This process leads its group."""
+    child, deadline = _spawned(command), math.inf
+    try:
+        while (status := _reaped(child)) is None:
+            if time.monotonic() > deadline:
+                return 128 + signal.SIGKILL
+            if deadline < math.inf:
+                time.sleep(POLL_SECONDS)
+            elif select.select([pipe], [], [], POLL_SECONDS)[0]:
+                if kill and not _asks(pipe):
+                    return 128 + signal.SIGKILL
+                if not kill:  # bytes stay in the pipe, for other guardians
+                    at_once = any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))
+                    deadline = time.monotonic() + (0.0 if at_once else ORPHAN_GRACE_SECONDS)
+                os.killpg(0, signal.SIGTERM)
+        return status
+    finally:
+        _kill_descendants()
+
+
+def _spawned(command: list[str]) -> int:
     """Execute `command` in a process that is killed with this one, which adopts its orphans; its process id.
 
     Signals to end are for that process from now on: this one ignores them.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     ended = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ended)  # else one is lost that comes before the command listens
     for number in ended:
         signal.signal(number, signal.SIG_IGN)
     parent = os.getpid()
@@ -72,6 +95,7 @@ def spawn(command: list[str]) -> int:
     if child == 0:
         for number in ended:
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ended)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it was killed before the kernel was told
             os._exit(128 + signal.SIGKILL)
@@ -84,28 +108,14 @@ def spawn(command: list[str]) -> int:
     return child
 
 
-def _watch(child: int, pipe: int, kill: bool) -> int:
-    """Exit status of the child, in the shell's way, or 128 + SIGKILL when the launcher went first.
-
-    `kill`: without a grace period then.
-    """
-    deadline: float | None = None
-    while (status := reap(child)) is None:
-        if deadline is None and select.select([pipe], [], [], POLL_SECONDS)[0]:
-            if kill:
-                return 128 + signal.SIGKILL
-            # bytes stay in the pipe, for other guardians
-            at_once = any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))
-            deadline = time.monotonic() + (0.0 if at_once else ORPHAN_GRACE_SECONDS)
-            os.killpg(0, signal.SIGTERM)
-        elif deadline is not None:
-            if time.monotonic() > deadline:
-                return 128 + signal.SIGKILL
-            time.sleep(POLL_SECONDS)
-    return status
+def _asks(pipe: int) -> bool:
+    try:
+        return os.read(pipe, 1) == ASK
+    except OSError:  # of a connection to another machine
+        return False
 
 
-def reap(child: int) -> int | None:
+def _reaped(child: int) -> int | None:
     """Collect every process that ended; the child's status if it was among them."""
     while True:
         try:
@@ -119,7 +129,7 @@ def reap(child: int) -> int | None:
             return code if code >= 0 else 128 - code
 
 
-def kill_descendants() -> None:
+def _kill_descendants() -> None:
     """Kill every process below this one; returns when none is left. Call only as the subreaper."""
     while True:
         for child in psutil.Process().children():
@@ -134,19 +144,9 @@ def kill_descendants() -> None:
 # --- in the launcher
 
 
-_adopting = 0
-"""How many launchers of this process want its orphans."""
-
-
-def adopt_orphans(adopt: bool = True) -> None:
-    """Let descendants whose parents die become children of this process, until each call is taken back.
-
-    On Linux; elsewhere nothing.
-    """
-    global _adopting
-    _adopting += 1 if adopt else -1
-    if sys.platform == "linux":
-        prctl(PR_SET_CHILD_SUBREAPER, int(_adopting > 0))
+def adopt_orphans(adopt: bool) -> None:
+    """Let descendants whose parents die become children of this process, or no longer."""
+    prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def kill_adopted(spared: Collection[int]) -> int:

@@ -9,12 +9,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from rich.console import Console
 
 from distill.config import RunConfig
-from distill.config.loading import load
+from distill.config.loading import load, read
 from distill.launch.run_folder import RunFolder, holds_run
 from distill.tasks import Models
 from sync.base.errors import DistillError
@@ -25,22 +25,12 @@ Task = Literal["sort_letters", "guess", "calculate"]
 """Modules of distill.tasks that make models."""
 
 
-class Source(NamedTuple):
-    """Where the quickstart of a task comes from."""
-
-    config: Path
-    """Its name is the run's, before the seed."""
-    teacher: str
-    """Name of its section."""
-    verifiers: str | None = None
-    """Name of the section of its environment, where that is one of the verifiers library."""
-
-
-SOURCES: Final[dict[Task, Source]] = {
-    "sort_letters": Source(Path("configs/quickstart.toml"), "sorter"),
-    "guess": Source(Path("configs/quickstart_guess.toml"), "player"),
-    "calculate": Source(Path("configs/quickstart_calculate.toml"), "caller", "calculator"),
+SOURCES: Final[dict[Task, Path]] = {
+    "sort_letters": Path("configs/quickstart.toml"),
+    "guess": Path("configs/quickstart_guess.toml"),
+    "calculate": Path("configs/quickstart_calculate.toml"),
 }
+"""Configuration of a task, with one teacher; its name is the run's, before the seed."""
 
 
 def prepare(
@@ -48,7 +38,7 @@ def prepare(
 ) -> tuple[RunConfig, float]:
     """The quickstart's configuration on models made for `seed`, and the seconds that making them took."""
     # what is wrong with them is said before a minute has passed
-    load(_file(SOURCES[task].config), [f"run.seed={seed}", *overrides])
+    load(_file(SOURCES[task]), [f"run.seed={seed}", *overrides])
     began = time.monotonic()
     with console.status("making a teacher and a student from scratch (once, about a minute)"):
         path, ours = source(seed, task)
@@ -58,20 +48,20 @@ def prepare(
 
 def source(seed: int, task: Task = "sort_letters") -> tuple[Path, list[str]]:
     """The quickstart's file and its overrides: the models of `seed`, which are made first if necessary."""
-    config, teacher, verifiers = SOURCES[task]
-    path = _file(config)
-    models = make_models(CACHE, seed, task)
+    path = _file(SOURCES[task])
+    models, tables = make_models(CACHE, seed, task), read(path)
+    (teacher,) = tables["teachers"]
     overrides = [
         f"run.seed={seed}",
-        f"run.name={config.stem.replace('_', '-')}-{seed}",
+        f"run.name={path.stem.replace('_', '-')}-{seed}",
         f"student.path={models.student}",
         f"teachers.{teacher}.path={models.teacher}",
         f"trainer.deepspeed={path.parent / 'deepspeed' / 'zero3_cpu.json'}",
     ]
-    if verifiers is not None:
-        python = path.parent.parent / ".venv-environments/bin/python"
-        overrides += [f"run.code_folder={path.parent / 'environments'}"]
-        overrides += [f"environments.{verifiers}.python={python}"]
+    for name, environment in tables.get("environments", {}).items():
+        if "python" in environment:
+            overrides += [f"run.code_folder={path.parent / 'environments'}"]
+            overrides += [f"environments.{name}.python={path.parent.parent / environment['python']}"]
     return path, overrides
 
 

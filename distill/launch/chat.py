@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from distill.aio import cancel, until
+from distill.aio import unless
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
@@ -100,15 +100,8 @@ class Chat:
 
     def answer(self, prompt: str) -> dict[str, str]:
         """See `Conversations.answer`. Raises ChildFailed when a server has died."""
-        return self.runner.run(self._answer(prompt))
-
-    async def _answer(self, prompt: str) -> dict[str, str]:
-        answers = asyncio.create_task(self.conversations.answer(prompt))
-        try:
-            await until(self.supervisor.watch(), [answers])
-            return answers.result()
-        finally:
-            await cancel([answers])
+        answers = self.conversations.answer(prompt)
+        return self.runner.run(unless(self.supervisor.watch(), answers, "every server has ended"))
 
 
 @contextmanager

@@ -123,25 +123,14 @@ def render(path: Path, overrides: Sequence[str], target: Target, shown: str = "F
         port=PORT,
         token_variable=TOKEN_FILE_VARIABLE,
         token=token_from_environment() or token_urlsafe(32),
-        files=_blocks({"run.toml": tomli_w.dumps(within), **files}),
+        files=yaml.safe_dump(
+            {"run.toml": tomli_w.dumps(within), **files},
+            default_style="|",  # texts as they are
+            sort_keys=False,
+            width=110,
+            allow_unicode=True,
+        ).rstrip(),
     )
-
-
-def _blocks(files: Mapping[str, str]) -> str:
-    """Name → text as YAML, with texts of several lines as they are."""
-    return str(yaml.dump(files, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)).rstrip()
-
-
-class _Dumper(yaml.SafeDumper):
-    """Blocks for texts of several lines."""
-
-
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
-    ),
-)
 
 
 def label(name: str) -> str:

@@ -7,10 +7,8 @@ A plain class; `distill.launch.ray_role` makes an actor of it. Its calls run in 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from distill.guardian import KILL, MODULE
+from distill import guardian
 
 CALLS = 8
 """Calls that one actor answers at once."""
@@ -41,13 +39,11 @@ class Command:
 
 
 class RoleActor:
-    """One command on one machine. Order of calls: `start`, then the others in any order."""
+    """One command on one machine. `output` and `status` are called after `start`."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._pipe = -1
-        self._stopping = False
-        self._lock = threading.Lock()
+        self._read_end, self._pipe = os.pipe()
 
     def start(self, command: Command) -> str:
         """Start it, with the GPUs alone that Ray has given this actor; the machine's address.
@@ -63,21 +59,18 @@ class RoleActor:
         raylet = psutil.Process(os.getppid()).environ()
         env = {name: value for name, value in raylet.items() if name in names}
         env |= {**command.env, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
-        read_end, self._pipe = os.pipe()
-        with self._lock:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, command.name, str(read_end), KILL, *argv],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=env,
-                cwd=command.folder if Path(command.folder).is_dir() else None,
-                pass_fds=(read_end,),
-                start_new_session=True,
-            )
-        os.close(read_end)
-        if self._stopping:
-            self.terminate()
+        guard = ["-m", guardian.MODULE, command.name, str(self._read_end), guardian.KILL]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", *guard, *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=env,
+            cwd=command.folder if Path(command.folder).is_dir() else None,
+            pass_fds=(self._read_end,),
+            start_new_session=True,
+        )
+        os.close(self._read_end)
         return str(ray.util.get_node_ip_address())
 
     def output(self) -> bytes:
@@ -94,12 +87,12 @@ class RoleActor:
 
     def terminate(self) -> None:
         """Send SIGTERM to it, also when it is not there yet."""
-        self._stopping = True
-        with self._lock, suppress(ProcessLookupError):
-            if self._process is not None:
-                os.killpg(self._process.pid, signal.SIGTERM)
+        self._tell(guardian.ASK)
 
     def kill(self) -> None:
-        """Kill everything that there is of it."""
-        if self._process is not None:
-            os.write(self._pipe, b"k")
+        """Kill everything that there is of it, or will be."""
+        self._tell(b"k")
+
+    def _tell(self, word: bytes) -> None:
+        with suppress(BrokenPipeError):  # it has ended
+            os.write(self._pipe, word)

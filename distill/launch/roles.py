@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from distill.aio import look_seconds
 from distill.config import RunConfig
@@ -38,7 +38,7 @@ from teacher_service.config import TeacherConfig
 from teacher_service.engines.reload import GpuSlotsConfig
 
 
-class Ports:
+class Ports(contextlib.ExitStack):
     """Hands out ports, none twice. Use inside `with` for as long as servers are started on them.
 
     A port is held from its choice on, by a socket that never listens. A server of the same user joins it with
@@ -47,27 +47,20 @@ class Ports:
 
     def __init__(self, only: int = 0) -> None:
         """`only`: the one port to take, whatever is asked for; 0: as asked."""
-        self._held, self._only = list[socket.socket](), only
+        super().__init__()
+        self._only = only
 
     def take(self, host: str, port: int, key: str) -> int:
         """`port`, or any free one for 0. Raises ConfigError, naming setting `key`, when it is in use."""
         port = self._only or port
         try:
-            listener = hold_port(host, port)
+            listener = self.enter_context(hold_port(host, port))
         except (OSError, OverflowError) as error:
             reason = f"cannot listen on {host} port {port} ({error}): choose an address of this machine"
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 reason = f"port {port} of {host} is in use: choose another one, or 0 for any free one"
             raise ConfigError(f"{key}: {reason}") from None
-        self._held.append(listener)
         return int(listener.getsockname()[1])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for listener in self._held:
-            listener.close()
 
 
 DISTILL: Final = (sys.executable, "-P", "-m", "distill.cli.main")

@@ -25,7 +25,7 @@ from sync.wire import Version
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
-    """The folder of one run, locked for this process. Use inside `with`, or call `close()`."""
+    """The folder of one run, locked for this process. Use inside `with`."""
 
     def __init__(self, path: Path, lock: IO[str]) -> None:
         self.path, self._lock = path, lock
@@ -104,11 +104,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             if to is None or Version.parse(path.name) > to:
                 shutil.rmtree(path)
 
-    def close(self) -> None:
-        self._lock.close()
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._lock.close()
 
 
 def check_holds_run(run_dir: Path) -> None:

@@ -25,11 +25,11 @@ _COMMAND_SECONDS: Final = 120.0
 class Slurm:
     """A `Cluster` inside an allocation."""
 
-    def __init__(self, settings: SlurmCluster, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, settings: SlurmCluster) -> None:
         """Raises ConfigError outside of a job, and in one with less than `settings` say, and RemoteError when
         scontrol fails."""
         self._settings = settings
-        if not (listed := environment.get("SLURM_JOB_NODELIST")):
+        if not (listed := os.environ.get("SLURM_JOB_NODELIST")):
             raise ConfigError(
                 'cluster.type is "slurm", and this process is in no Slurm job: submit one with '
                 "`distill slurm CONFIG --submit`, or start `distill run` inside salloc"
@@ -40,14 +40,13 @@ class Slurm:
                 f"cluster.nodes = {settings.nodes}, and the job has {len(names)} ({listed}): ask for as many "
                 "with --nodes, or take less"
             )
-        gpus = environment.get("SLURM_GPUS_ON_NODE", "0")
-        if "SLURMD_NODENAME" in environment and int(gpus) < settings.gpus_per_node:
+        gpus, here = os.environ.get("SLURM_GPUS_ON_NODE", "0"), os.environ.get("SLURMD_NODENAME")
+        if here is not None and int(gpus) < settings.gpus_per_node:
             raise ConfigError(
                 f"cluster.gpus_per_node = {settings.gpus_per_node}, and the job has {gpus} on this machine: "
                 f"ask for them with --gres=gpu:{settings.gpus_per_node}"
             )
-        cpus = dict(zip(names, cpus_of(environment["SLURM_JOB_CPUS_PER_NODE"]), strict=True))
-        here = environment.get("SLURMD_NODENAME")
+        cpus = dict(zip(names, cpus_of(os.environ["SLURM_JOB_CPUS_PER_NODE"]), strict=True))
         names.sort(key=lambda name: name != here)
         self.nodes = [Node(name, settings.gpus_per_node, cpus[name]) for name in names]
         there = re.search(r"NodeAddr=(\S+)", output_of("scontrol", "--oneliner", "show", "node", names[-1]))

@@ -26,7 +26,7 @@ import subprocess
 import sys
 from typing import Final
 
-from distill.guardian import POLL_SECONDS, kill_descendants, reap, spawn
+from distill import guardian
 
 MODULE: Final = "distill.launch.slurm.step"
 LAUNCH, GUARD = "launch", "guard"
@@ -37,7 +37,6 @@ ADDRESS_VARIABLE: Final = "SLURM_LAUNCH_NODE_IPADDR"
 CONNECT_SECONDS: Final = 30.0
 _KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
 """A machine that is silent for 30 s is gone."""
-_TERM: Final = b"t"
 
 
 # --- beside the launcher
@@ -62,12 +61,12 @@ def _follow(srun: subprocess.Popen[bytes], listener: socket.socket, word: bytes,
     guards: list[socket.socket] = []
     told = 0
     while srun.poll() is None:
-        joined = select.select([listener], [], [], POLL_SECONDS)[0] and _accepted(listener, word)
+        joined = select.select([listener], [], [], guardian.POLL_SECONDS)[0] and _accepted(listener, word)
         if joined:
             guards.append(joined)
         for guard in guards if told < len(asked) else [joined] if joined and told else []:
             with contextlib.suppress(OSError):  # it is gone, and srun about to say so
-                guard.sendall(_TERM)
+                guard.sendall(guardian.ASK)
         if told < len(asked) and not guards:  # nothing runs yet
             srun.terminate()
         told = len(asked)
@@ -105,23 +104,7 @@ def guard(command: list[str]) -> int:
         link.setsockopt(socket.IPPROTO_TCP, option, value)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    status = _watch(spawn(command), link)
-    kill_descendants()
-    return status
-
-
-def _watch(child: int, link: socket.socket) -> int:
-    """Exit status of the child, or 128 + SIGKILL when `launch` went first."""
-    while (status := reap(child)) is None:
-        if select.select([link], [], [], POLL_SECONDS)[0]:
-            try:
-                data = link.recv(1)
-            except OSError:
-                data = b""
-            if not data:
-                return 128 + signal.SIGKILL
-            os.killpg(0, signal.SIGTERM)
-    return status
+    return guardian.guard(command, link.fileno(), kill=True)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,8 @@ from distill import prune
 from distill.cli.main import _prompts
 from distill.config.prompts import TaskPrompts
 from distill.evaluation.completions import LEAST, LONGEST, Completion, Tokens, behaviour
-from distill.launch.chat import Conversations, _served_here, _student
+from distill.launch.chat import Chat, Conversations, _served_here, _student
+from distill.launch.supervise import ChildFailed
 from distill.rollout.validation import loop
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer
 from distill.tasks.teaching import new_model
@@ -81,6 +84,21 @@ async def test_without_a_chat_template_every_prompt_is_continued_by_itself() -> 
     assert [await talk.answer(prompt) for prompt in ("ab>", "c>")] == [{"one": "xy"}] * 2
     assert one.prompts == ["ab>", "c>"]
     assert one.calls == [(1, 3, [], 0.5, 3600), (2, 3, [], 0.5, 3600)]
+
+
+def test_a_server_that_dies_under_a_prompt_ends_the_chat_with_its_error() -> None:
+    async def watch() -> None:
+        raise ChildFailed("student-final was ended by SIGKILL")
+
+    class Silent(Model):
+        async def generate(self, *_: Any, **__: Any) -> Any:
+            await asyncio.Event().wait()
+
+    with asyncio.Runner() as runner:
+        supervisor: Any = SimpleNamespace(watch=watch)
+        talk = Chat(conversations(None, one=Silent("")), supervisor, runner)
+        with pytest.raises(ChildFailed, match="student-final was ended"):
+            talk.answer("ab>")
 
 
 def test_a_teacher_is_served_by_one_process_that_generates_and_spares_the_kept_scores() -> None:

@@ -1,12 +1,14 @@
-"""A Ray cluster without Ray: what is refused, and what a client's command line holds."""
+"""A Ray cluster without Ray: what is refused, what a client's command line holds, what an actor does."""
 
 import importlib.util
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from distill.config.cluster import RayCluster
+from distill.launch.ray_actor import Command, RoleActor
 from distill.launch.ray_cluster import Ray
 from distill.launch.ray_role import parse
 from distill.preflight_checks.placement import Node
@@ -56,3 +58,40 @@ def test_an_address_without_a_cluster_is_refused_at_once(address: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert f"cluster.address {address}: no Ray cluster is there" in done.stderr
+
+
+SHOWS = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['GIVEN']); raise SystemExit(7)"
+NAPS = "import time; print('up', flush=True); time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("code", "asked", "killed", "said", "status"),
+    [
+        (SHOWS, False, False, b"3 value\n", 7),
+        (NAPS, True, False, b"", 128 + 15),
+        (NAPS, False, True, b"up\n", 128 + 9),
+    ],
+    ids=["it ends by itself", "asked to end before it has started", "killed"],
+)
+def test_an_actor_hands_on_what_its_command_writes_and_how_it_ends(
+    monkeypatch: pytest.MonkeyPatch, code: str, asked: bool, killed: bool, said: bytes, status: int
+) -> None:
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ["3"]})
+    util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.2")
+    ray = SimpleNamespace(get_runtime_context=lambda: context, util=util)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    actor = RoleActor()
+    if asked:
+        actor.terminate()
+    command = Command("role", ["python", "-c", code], {"GIVEN": "value"}, "python", "/")
+    assert actor.start(command) == "10.0.0.2"
+    line = b""
+    while not line.endswith(b"\n") and (chunk := actor.output()):
+        line += chunk
+    assert line == said
+    if killed:
+        actor.kill()
+    assert actor.status() == status
+    assert actor.output() == b""
+    actor.terminate()  # it comes too late, and hurts nobody
+    actor._process.stdout.close()

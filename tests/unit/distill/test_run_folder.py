@@ -68,7 +68,8 @@ def test_a_folder_is_entered_by_one_process_and_with_a_run_in_it_only_to_resume_
         (folder.path / "run.db").touch()
     with pytest.raises(ConfigError, match="go on with --resume"):
         RunFolder.open(config(tmp_path), resume=False)
-    RunFolder.open(config(tmp_path), resume=True).close()
+    with RunFolder.open(config(tmp_path), resume=True):
+        pass
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ports import free_port
 from small_config import make_config
 from waiting import until
 
+from distill import guardian
 from distill.config import RunConfig
 from distill.config.cluster import SlurmCluster
 from distill.launch.slurm import job, step
@@ -59,7 +60,7 @@ wait
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
-    """Puts Slurm's commands on PATH; returns the command lines so far."""
+    """Puts Slurm's commands on PATH, and this process into JOB; returns the command lines so far."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, rest in ANSWERS.items():
@@ -68,6 +69,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     for name in [name for name in os.environ if name.startswith(("SLURM_", "DISTILL_"))]:
         monkeypatch.delenv(name)
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
     return lambda: [one["argv"] for one in calls(tmp_path)]
 
 
@@ -97,7 +100,7 @@ def calls(folder: Path) -> list[dict[str, Any]]:
 def test_a_process_is_a_step_that_takes_what_it_needs(
     slurm, process: Process, names: str, gpus_per_node: int, words: str
 ) -> None:
-    engine = Slurm(FOUR.model_copy(update={"gpus_per_node": gpus_per_node}), JOB)
+    engine = Slurm(FOUR.model_copy(update={"gpus_per_node": gpus_per_node}))
     nodes = [node for node in engine.nodes if node.name in names]
     ours = [sys.executable, "-P", "-m", step.MODULE]
     assert engine.client(process, nodes, ["distill", "student"], {"DISTILL_HIDDEN": "s3cret"}) == [
@@ -108,10 +111,10 @@ def test_a_process_is_a_step_that_takes_what_it_needs(
     ]
 
 
-def test_the_machine_of_the_controller_comes_first(slurm) -> None:
-    names = [node.name for node in Slurm(FOUR, {**JOB, "SLURMD_NODENAME": "gpu3"}).nodes]
-    assert names == ["gpu3", "gpu1", "gpu2", "gpu4"]
-    assert Slurm(FOUR, JOB).nodes[0] == Node("gpu1", 8, 64)
+def test_the_machine_of_the_controller_comes_first(slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Slurm(FOUR).nodes[0] == Node("gpu1", 8, 64)
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu3")
+    assert [node.name for node in Slurm(FOUR).nodes] == ["gpu3", "gpu1", "gpu2", "gpu4"]
 
 
 def test_cpus_are_read_as_slurm_writes_them() -> None:
@@ -119,18 +122,19 @@ def test_cpus_are_read_as_slurm_writes_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "environment", "words"),
+    ("nodes", "variable", "value", "words"),
     [
-        (4, {}, "in no Slurm job"),
-        (4, {**JOB, "SLURM_GPUS_ON_NODE": "4"}, "cluster.gpus_per_node = 8, and the job has 4"),
-        (5, JOB, r"cluster.nodes = 5, and the job has 4 \(gpu\[1-4\]\)"),
+        (4, "SLURM_JOB_NODELIST", "", "in no Slurm job"),
+        (4, "SLURM_GPUS_ON_NODE", "4", "cluster.gpus_per_node = 8, and the job has 4"),
+        (5, "SLURM_GPUS_ON_NODE", "8", r"cluster.nodes = 5, and the job has 4 \(gpu\[1-4\]\)"),
     ],
 )
 def test_a_job_that_cannot_hold_the_run_is_refused(
-    slurm, nodes: int, environment: dict[str, str], words: str
+    slurm, monkeypatch: pytest.MonkeyPatch, nodes: int, variable: str, value: str, words: str
 ) -> None:
+    monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=words):
-        Slurm(FOUR.model_copy(update={"nodes": nodes}), environment)
+        Slurm(FOUR.model_copy(update={"nodes": nodes}))
 
 
 # --- both ends of a step
@@ -157,7 +161,7 @@ def launched(engine: Slurm, role: list[str]) -> tuple[subprocess.Popen[str], lis
 
 def test_term_reaches_the_command_and_its_status_comes_back(slurm) -> None:
     """srun itself would kill it. Who connects without the step's word is told nothing; the step goes on."""
-    running, below = launched(Slurm(FOUR, JOB), [sys.executable, "-c", TASK])
+    running, below = launched(Slurm(FOUR), [sys.executable, "-c", TASK])
     with running:
         (port,) = {one.laddr.port for one in psutil.Process(running.pid).net_connections() if not one.raddr}
         with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -172,7 +176,7 @@ def test_term_reaches_the_command_and_its_status_comes_back(slurm) -> None:
 
 def test_nothing_below_a_step_outlives_its_client(slurm) -> None:
     """Both are killed at once, the client and srun; the task, which nothing else would end, notices."""
-    running, below = launched(Slurm(FOUR, JOB), [sys.executable, "-c", TASK])
+    running, below = launched(Slurm(FOUR), [sys.executable, "-c", TASK])
     with running:
         assert all(map(psutil.pid_exists, below))
         for process in [psutil.Process(running.pid), *psutil.Process(running.pid).children()]:
@@ -186,6 +190,17 @@ def test_a_guard_without_its_client_runs_nothing(tmp_path: Path) -> None:
     done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, (tmp_path / "ran").exists()) == (1, False)
     assert "must reach each other's ports" in done.stderr
+
+
+def test_a_guard_that_is_told_to_end_as_it_joins_ends_its_command() -> None:
+    """As on the machine of several that was slow to start."""
+    with socket.create_server(("127.0.0.1", 0)) as launcher:
+        line = [sys.executable, "-P", "-m", step.MODULE, step.GUARD, "sleep", "600"]
+        link = {step.LINK_VARIABLE: f"{launcher.getsockname()[1]}:word"}
+        guard = subprocess.Popen(line, env={**os.environ, "PYTHONPATH": str(ROOT), **link})
+        with launcher.accept()[0] as joined:
+            joined.sendall(guardian.ASK)
+            assert guard.wait(60) == 128 + signal.SIGTERM
 
 
 # --- what a job does ----------------------------------------------------------------------------------------
@@ -228,7 +243,7 @@ def started(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
             f"job.DISTILL = (sys.executable, {str(role)!r})\n"
             "sys.exit(job.main(sys.argv[1:]))"
         )
-        environment = {**os.environ, **JOB, "PYTHONPATH": str(ROOT), "SLURM_MEM_PER_NODE": "9"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_MEM_PER_NODE": "9"}
         running = subprocess.Popen([sys.executable, "-c", program, *words], env=environment)
         until((tmp_path / "started").exists)
         return running

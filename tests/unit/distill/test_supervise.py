@@ -20,6 +20,7 @@ from waiting import until
 
 from distill import guardian
 from distill.aio import cancel
+from distill.cli.options import guarded
 from distill.launch.supervise import LONGEST_PAUSE_SECONDS, ChildFailed, ChildSpec, Phase, Supervisor
 from sync.base.errors import how_it_ended
 
@@ -107,14 +108,11 @@ async def test_a_child_that_fails_at_its_start_is_named_with_why_and_not_started
         await supervisor.ready()
 
 
-@pytest.mark.parametrize("status", [-4, 128 + 4, 256 - 4], ids=["child", "guardian", "deepspeed launcher"])
-def test_the_status_after_a_signal_names_the_signal_whoever_passed_it_on(status: int):
-    assert how_it_ended(status).startswith("was ended by SIGILL (illegal instruction), this processor lacks")
-
-
-@pytest.mark.parametrize("status", [0, 1, 127, 128, 255, None])
-def test_the_status_of_an_exit_names_no_signal(status: int | None):
-    assert how_it_ended(status) == f"ended with status {status}"
+def test_a_status_names_the_signal_whoever_passed_it_on_and_that_of_an_exit_none():
+    for status in (-4, 128 + 4, 256 - 4):  # of a child, a guardian, the deepspeed launcher
+        assert how_it_ended(status).startswith("was ended by SIGILL (illegal instruction), this processor")
+    for status in (0, 1, 127, 128, 255, None):
+        assert how_it_ended(status) == f"ended with status {status}"
 
 
 async def test_a_death_is_mended_until_the_budget_is_spent(supervise):
@@ -213,20 +211,6 @@ async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_paus
     await cancel([watching])
 
 
-async def test_a_death_between_ready_and_watch_is_restarted(supervise):
-    dead: list[Phase] = []
-    spec = ChildSpec("flaky", SLEEPER, died=lambda: dead.append(supervisor.children["flaky"].phase))
-    supervisor = await supervise([spec], restarts=1, first_pause=0.01)
-    await supervisor.ready()
-    child = supervisor.children["flaky"]
-    first = child.process
-    assert supervisor.status() == {"flaky": ("ready", 0)}
-    os.killpg(first.pid, signal.SIGKILL)
-    await asyncio.to_thread(until, lambda: child.process is not first and child.phase is Phase.READY)
-    assert dead == [Phase.RESTARTING]
-    assert supervisor.status() == {"flaky": ("ready", 1)}
-
-
 async def test_a_child_that_was_healthy_for_long_is_started_again_soon(tmp_path: Path):
     supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=9, first_pause=1.0)
     child = supervisor.children["flaky"]
@@ -312,15 +296,19 @@ async def test_a_guardian_killed_without_warning_leaves_nobody_whatever_the_sess
 
 
 async def test_a_child_that_hangs_is_killed_and_started_again(supervise):
-    spec = ChildSpec("hangs", SLEEPER, died=lambda: told.append(supervisor.children["hangs"].process))
     told: list[object] = []
-    supervisor = await supervise([spec], restarts=1, first_pause=0.01, watched=True)
-    first = supervisor.children["hangs"].process
+    spec = ChildSpec("hangs", SLEEPER, died=lambda: told.append((child.process, child.phase)))
+    supervisor = await supervise([spec], restarts=1, first_pause=0.01)
+    await supervisor.ready()
+    child = supervisor.children["hangs"]
+    first = child.process
+    assert supervisor.status() == {"hangs": ("ready", 0)}
     supervisor.kill_child("somebody else's")
     supervisor.kill_child("hangs")
-    await asyncio.to_thread(until, lambda: supervisor.children["hangs"].process is not first)
+    await asyncio.to_thread(until, lambda: child.process is not first and child.phase is Phase.READY)
     assert first.returncode == -signal.SIGKILL
-    assert told == [first], "before the next one is started"
+    assert told == [(first, Phase.RESTARTING)], "before the next one is started"
+    assert supervisor.status() == {"hangs": ("ready", 1)}
 
 
 async def test_a_server_that_is_stopped_is_killed_and_started_again_and_its_neighbour_is_not(
@@ -356,42 +344,21 @@ async def test_a_restarted_child_that_does_not_come_up_is_killed_and_started_aga
 
 # --- SIGTERM to a command that has started processes: they end with it, as after Ctrl-C
 
-CANCELLED = """
-import asyncio, sys
-from distill.cli.options import guarded
-async def stopped_twice():
-    asyncio.current_task().cancel()
-    await asyncio.sleep(60)
-sys.exit(guarded(lambda: asyncio.run(stopped_twice())))
-"""
-NAP = '[sys.executable, "-c", "import time; time.sleep(600)"]'
-SCRIPT = f"""
-import subprocess, sys, time
-from pathlib import Path
+SCRIPT = """
+import subprocess, sys
 from distill.cli.options import guarded
 class Popen(subprocess.Popen):  # subprocess itself is not interrupted: it would not know the child yet
     def communicate(self, *args, **options):
         print("waiting", flush=True)
         return super().communicate(*args, **options)
 subprocess.Popen = Popen
-def killing():
-    from kill_target import KillTarget  # of tests/support, on PYTHONPATH
-    with KillTarget({NAP}, Path(sys.argv[1])) as target:
-        target.start()
-        print("waiting", flush=True)
-        time.sleep(600)
-def waiting():
-    subprocess.run({NAP})
-sys.exit(guarded(globals()[sys.argv[2]]))
+sys.exit(guarded(lambda: subprocess.run(["sleep", "600"])))
 """
 
 
-@pytest.mark.parametrize("command", ["waiting", "killing"])
-def test_what_a_command_has_started_ends_with_it(tmp_path: Path, command: str) -> None:
+def test_what_a_command_has_started_ends_with_it() -> None:
     children: list[psutil.Process] = []
-    words = [sys.executable, "-c", SCRIPT, str(tmp_path), command]
-    environment = os.environ | {"PYTHONPATH": kill_target.__file__.rpartition("/")[0]}
-    ours = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment)
+    ours = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE)
     try:
         assert ours.stdout.readline() == b"waiting\n"
         children = psutil.Process(ours.pid).children()
@@ -408,7 +375,10 @@ def test_what_a_command_has_started_ends_with_it(tmp_path: Path, command: str) -
                 child.kill()
 
 
-def test_a_run_that_is_killed_by_a_second_signal_says_so_without_a_traceback() -> None:
-    ended = subprocess.run([sys.executable, "-c", CANCELLED], capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 130
-    assert ended.stderr == "distill: stopped\n"
+def test_a_run_that_is_killed_by_a_second_signal_says_so_without_a_traceback(capsys) -> None:
+    async def stopped_twice() -> None:
+        asyncio.current_task().cancel()
+        await asyncio.sleep(60)
+
+    assert guarded(lambda: asyncio.run(stopped_twice())) == 130
+    assert capsys.readouterr().err == "distill: stopped\n"
