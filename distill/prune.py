@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from distill.planning.starter import prompt_lines
-from distill.prompts.rows import RowReader, RowsConfig, row_encoder, rows_of
+from distill.prompts.rows import RowReader, RowsConfig, rows_of
 from sync.base.errors import ConfigError
 from sync.base.settings import ModelSource
 from sync.base.tokenizers import load_tokenizer
@@ -55,7 +55,7 @@ def prune(
     tokenizer = load_tokenizer(ModelSource(path=teacher))
     section = tomllib.loads(prompt_lines(prompts))
     config: RowsConfig = TypeAdapter(RowsConfig).validate_python(section)
-    reader = RowReader(config, row_encoder(tokenizer, config), LONGEST_PROMPT)
+    reader = RowReader(config, tokenizer, LONGEST_PROMPT)
     rows = [list(prompt.token_ids) for prompt in islice(reader.prompts(rows_of(config)), PROMPTS)]
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype="auto").eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,8 +1,7 @@
-"""Every configuration and every example in the tree can be used; every field says what it is."""
+"""Every example in the tree can be used; every field of a configuration says what it is."""
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import runpy
@@ -22,22 +21,7 @@ from student_trainer.config import TrainerConfig
 from sync.base.settings import ReplicaConfig, Settings
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
 EXAMPLES = ROOT / "configs/examples"
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_configuration_in_the_tree_loads_and_opens_with_its_command(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert json.loads(load(path).trainer.deepspeed.read_text())["zero_optimization"]["stage"] == 3
-    opening = [line for line in path.read_text().splitlines()[:8] if line.startswith("#")]
-    assert any("distill " in line or "make " in line for line in opening)
-
-
-def test_there_are_configurations_to_load() -> None:
-    assert len(CONFIGS) >= 6
 
 
 def test_the_example_of_lm_eval_passes_what_the_task_passes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 from distill import tasks
@@ -12,8 +11,8 @@ from distill.config.evaluation import HELD_OUT, EvaluationConfig, EvaluationSet
 from distill.config.prompts import PromptsConfig, TaskPrompts, pass_threshold
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import BUILT_IN, RewardSource, reward_source
-from distill.prompts.rows import RowReader, plain_ids, row_encoder, rows_of
-from distill.prompts.sources import NOTHING_HELD_OUT, PromptSplit, TaskSource, longest_sequence
+from distill.prompts.rows import RowReader, rows_of
+from distill.prompts.sources import PromptSplit, TaskSource, longest_sequence
 from distill.prompts.stream import Prompt
 from distill.rollout.validation import sampling_of
 from sync.base.errors import ConfigError, DataError
@@ -48,7 +47,10 @@ def open_sets(config: RunConfig, split: PromptSplit, tokenizer: Any) -> dict[str
     Raises ConfigError or DataError, naming the set, for prompts that cannot be used.
     """
     if not split.held_out:
-        raise ConfigError(NOTHING_HELD_OUT)
+        raise ConfigError(
+            "no prompt can be held out for evaluation (at most a tenth of the different ones is): give 10 of "
+            "them or more, or set evaluation = false"
+        )
     rollout, settings = config.rollout, config.evaluation or EvaluationConfig()
     sampling = Sampling(max_tokens=rollout.max_tokens, stop_token_ids=rollout.stop_token_ids)
     sets = {HELD_OUT: PromptSet(split.held_out, 1, sampling, split.rewards, config.prompts, tokenizer.decode)}
@@ -72,10 +74,10 @@ def _open(
         raise ConfigError("it has no rewards, and a set is evaluated by them alone: set source.reward_fn")
     if isinstance(source, TaskPrompts):
         made = tasks.load(source.task, source.options)
-        task = TaskSource(source.task, made, config.run.seed, partial(plain_ids, tokenizer))
-        prompts = task.checked(evaluation_set.prompts or TASK_PROMPTS, tokenizer, longest)
+        task = TaskSource(source.task, made, config.run.seed, tokenizer)
+        prompts = task.checked(evaluation_set.prompts or TASK_PROMPTS, longest)
     else:
-        reader = RowReader(source, row_encoder(tokenizer, source), longest)
+        reader = RowReader(source, tokenizer, longest)
         prompts = [*reader.prompts(rows_of(source))][: evaluation_set.prompts]
     if not prompts:
         raise DataError("0 prompts were found: check the path and the field")

@@ -38,7 +38,7 @@ from distill.model_facts import Shape, item_bytes, shape_of
 from distill.planning.hardware import CPU, Device
 from distill.preflight_checks.devices import VLLM_SHARE, WORKSPACE, Use
 from distill.preflight_checks.machine import DAY, GIB, bytes_per_token, full_bytes, published_item
-from distill.prompts.rows import RowReader, jsonl_rows, row_encoder
+from distill.prompts.rows import RowReader, jsonl_rows
 from distill.prompts.sources import student_limit, text_config
 from distill.topology import EACH_NODE, HERE, TRAINER, Process, parallel, processes
 from student_trainer.launch import machines
@@ -289,7 +289,7 @@ def lengths_of(
     room -= config.rollout.max_tokens
     bound = f"prompts.max_prompt_tokens {longest}" if longest else "assumed"
     if not prompt and isinstance(prompts, JsonlPrompts) and prompts.path.is_file():
-        rows = RowReader(prompts, row_encoder(load_tokenizer(config.student), prompts), room)
+        rows = RowReader(prompts, load_tokenizer(config.student), room)
         lengths = [len(row.token_ids) for row in rows.prompts(islice(jsonl_rows(prompts.path), SAMPLED))]
         known = mean(lengths) if lengths else None
     words = {

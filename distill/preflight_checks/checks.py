@@ -303,8 +303,6 @@ def without_teacher(config: RunConfig) -> Iterator[str]:
 
 
 def _packages(config: RunConfig) -> Iterator[str]:
-    if config.tracking.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
-        yield 'tracking.wandb needs the wandb package: install it, or set it to "disabled"'
     if config.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
         yield (
             "tracking.tensorboard is true and the package tensorboard is not installed: pip install "

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -170,8 +169,8 @@ class _Checks:
         tolerance = settings.score_tolerance or (1e-3 if info.dtype == "float32" else 0.2)
         sequences = probes.probe_sequences(prompts, settings.sequences, min(PROBE_TOKENS, token_limit))
 
-        async def score(sequences: list[wire.ScoreSequence], want: wire.Want) -> list[Any]:
-            return [result for result, _ in await ask(teacher, sequences, partial(request, want=want))]
+        async def score(sequences: list[wire.ScoreSequence]) -> list[Any]:
+            return [result for result, _ in await ask(teacher, sequences, request)]
 
         finding, noise = await probes.repeatable(score, sequences, tolerance)
         if not self._note(finding, name):

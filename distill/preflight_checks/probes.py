@@ -24,7 +24,7 @@ from sync import wire
 from sync.base import tokenizers
 from sync.base.errors import ConfigError
 
-Score = Callable[[list[wire.ScoreSequence], wire.Want], Awaitable[list[wire.Scored | wire.ScoreRefused]]]
+Score = Callable[[list[wire.ScoreSequence]], Awaitable[list[wire.Scored | wire.ScoreRefused]]]
 """A teacher's `score`: answers in the order of the request."""
 
 REPLACEMENTS: Final = 8
@@ -101,10 +101,9 @@ def turns(vocab: int) -> list[int]:
 
 async def scores(score: Score, sequences: list[wire.ScoreSequence]) -> list[np.ndarray]:
     """Log-probabilities [T] of each sequence; empty for one that was refused."""
-    answers = await score(sequences, wire.Want())
     return [
         wire.unpack(answer.logprob).astype(np.float64) if isinstance(answer, wire.Scored) else np.empty(0)
-        for answer in answers
+        for answer in await score(sequences)
     ]
 
 

@@ -18,8 +18,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -172,30 +171,24 @@ class RewardPool:
         """Try the function on an empty completion and on the reference answer, in an event loop of its own;
         what it gave, in words. Raises ConfigError when it fails; a signal ends it at once. The pool is of no
         further use."""
-        stop, over, texts = list[Callable[[], object]](), threading.Event(), ["", prompt.answer or "1"]
+        texts, loop = ["", prompt.answer or "1"], asyncio.new_event_loop()
 
         async def tried() -> list[Reward]:
-            loop, task = asyncio.get_running_loop(), asyncio.current_task()
-            assert task is not None, "this is one"
-            stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
-            try:
-                if over.is_set():
-                    raise asyncio.CancelledError
-                return [await self.reward(prompt, text) for text in texts]
-            finally:
-                stop.clear()
-                await self.close()
+            return [await self.reward(prompt, text) for text in texts]
 
+        thread = threading.Thread(target=loop.run_forever, name="rewards")
+        thread.start()
+        trial = asyncio.run_coroutine_threadsafe(tried(), loop)
         try:
-            with ThreadPoolExecutor(1, "rewards") as thread:
-                try:
-                    nothing, answer = thread.submit(asyncio.run, tried()).result()
-                finally:
-                    over.set()
-                    for cancelled in stop:  # none, where the thread has not come so far
-                        cancelled()
+            nothing, answer = trial.result()
         except DataError as error:
             raise ConfigError(f"{error} (tried before the run)") from error
+        finally:
+            trial.cancel()
+            asyncio.run_coroutine_threadsafe(self.close(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
         return f"the reward of no text is {nothing.value:g}, of the text {texts[1]!r:.60} {answer.value:g}"
 
     async def close(self) -> None:

@@ -22,8 +22,6 @@ from sync.base.hub import check_reachable
 from sync.base.messages import INSTRUCTING, checked, listed
 
 RowsConfig = JsonlPrompts | DatasetPrompts
-Encode = Callable[[Any], Sequence[int]]
-"""From a row's prompt field (a string, or a list of chat messages) to token ids."""
 FEWEST_SEEN: Final = 32
 """Rows of a stream from which on a majority of unusable ones ends it."""
 log = logging.getLogger(__name__)
@@ -155,8 +153,9 @@ def check_ids(tokenizer: Any, ids: Sequence[int]) -> None:
         )
 
 
-def row_encoder(tokenizer: Any, config: RowsConfig) -> Encode:
-    """Encode with a transformers tokenizer; chat: its template, once, up to the assistant's turn.
+def row_encoder(tokenizer: Any, config: RowsConfig) -> Callable[[Any], Sequence[int]]:
+    """From a row's prompt field (a string, or a list of chat messages) to token ids, with a transformers
+    tokenizer; chat: its template, once, up to the assistant's turn.
 
     What it returns raises DataError, without the row's place, for a prompt that cannot be used. Raises
     DataError when the tokenizer has no chat template, ConfigError for settings it does not read.
@@ -230,28 +229,25 @@ class RowReader:
     """Prompts of rows, in at most `longest` tokens each, and a count of what the filters drop."""
 
     config: RowsConfig
-    encode: Encode
+    tokenizer: Any
     longest: int
     """Context less rollout.max_tokens."""
+    keeps_messages: bool = False
+    """Whether prompts keep what they are rendered from (`Prompt.messages`)."""
     read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     """Reason → rows."""
-    control: re.Pattern[str] | None = None
-    """Finds control tokens, which rows are not expected to hold."""
     noticed: Counter[str] = field(default_factory=Counter)
     """What is odd about rows that are used → rows."""
     unread: Counter[str] = field(default_factory=Counter)
     """Field of rows, or key of their messages, that nothing reads → rows."""
-    template: str = ""
-    """The student's chat template, which reads keys of messages."""
-    unknown: int | None = None
-    """Id that stands for what the tokenizer has no token for."""
-    kept_for: str | None = None
-    """The student's chat template, where prompts keep their messages (`Prompt.messages`); None: they do
-    not."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a filter that lets prompts pass which do not fit."""
+        """Raise ConfigError for a filter that lets prompts pass which do not fit, and what `row_encoder`
+        does."""
+        self._encode, self._control = row_encoder(self.tokenizer, self.config), control_tokens(self.tokenizer)
+        self._template = str(getattr(self.tokenizer, "chat_template", None) or "")
+        self._unknown = unknown_id(self.tokenizer)
         upper, least = self.config.max_prompt_tokens, self.config.min_prompt_tokens
         if upper is not None and not least <= upper <= self.longest:
             raise ConfigError(
@@ -316,15 +312,15 @@ class RowReader:
             ] += 1
         chat = config.template == "chat"
         self.unread.update(self._unread(row, value))
-        if self.unknown in ids:
+        if self._unknown in ids:
             self.noticed["hold characters that the tokenizer has no token for"] += 1
         if chat and isinstance(value, str) and _OPEN.search(value):
             self.noticed["end as a chat does that was rendered already, and are a user's turn here"] += 1
-        if chat and self.control and (token := self.control.search(_all_text(value))):
+        if chat and self._control and (token := self._control.search(_all_text(value))):
             self.noticed[f"hold a control token in their text, such as {token.group()!r}"] += 1
         text, messages = value if isinstance(value, str) else "", ""
-        if chat and self.kept_for is not None:
-            messages = json.dumps([conversation(value, config, self.kept_for), config.chat_template_kwargs])
+        if chat and self.keeps_messages:
+            messages = json.dumps([conversation(value, config, self._template), config.chat_template_kwargs])
         return Prompt(row.name, ids, source, answer, text, messages=messages)
 
     @property
@@ -346,7 +342,7 @@ class RowReader:
         return names | {
             f"{key!r} of messages"
             for key in keys - _READ
-            if not re.search(rf"\b{re.escape(str(key))}\b", self.template)
+            if not re.search(rf"\b{re.escape(str(key))}\b", self._template)
         }
 
     @property
@@ -366,7 +362,7 @@ class RowReader:
         if isinstance(value, list) and self.config.template == "plain":
             raise DataError(f'{place}: a list of chat messages needs prompts.template = "chat"')
         try:
-            return list(self.encode(value))
+            return list(self._encode(value))
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
         except REFUSALS as error:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from functools import partial
 from operator import index as as_index
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -19,17 +18,7 @@ from distill.config.prompts import DatasetPrompts, EnvironmentPrompts, MixturePr
 from distill.environments.rendering import Renderer
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import BUILT_IN, RewardSource, reward_source
-from distill.prompts.rows import (
-    Encode,
-    RowReader,
-    RowsConfig,
-    check_ids,
-    control_tokens,
-    plain_ids,
-    row_encoder,
-    rows_of,
-    unknown_id,
-)
+from distill.prompts.rows import RowReader, RowsConfig, check_ids, plain_ids, rows_of
 from distill.prompts.stream import Mixture, Prompt, PromptSource, by_weight, content_of, held_out_of
 from distill.prompts.streaming import Starts, StreamSource, open_stream
 from distill.tasks import Task, TaskPrompt
@@ -39,21 +28,18 @@ from sync.base.own_code import own_code
 from sync.base.settings import ModelSource
 from sync.wire.checks import ANY_ID
 
-NOTHING_HELD_OUT = (
-    "no prompt can be held out for evaluation (at most a tenth of the different ones is): give 10 of them or "
-    "more, or set evaluation = false"
-)
 SAMPLE = 256
 """Prompts of each side of the split that are read where not all can be."""
 CHECKED = 16
 """Prompts to train on of a task that are made and checked beforehand."""
+_NO_IDS: Final = list[int]()
 
 
 class TaskSource:
     """Endless prompts of a task. Raises DataError, naming the task, for a prompt that it cannot make."""
 
-    def __init__(self, name: str, task: Task, seed: int, encode: Encode) -> None:
-        self._name, self._task, self._seed, self._encode = name, task, seed, encode
+    def __init__(self, name: str, task: Task, seed: int, tokenizer: Any) -> None:
+        self._name, self._task, self._seed, self._tokenizer = name, task, seed, tokenizer
 
     def __getitem__(self, index: int) -> Prompt:
         return self._made("prompt", self._task.prompt, str(index), index)
@@ -66,16 +52,17 @@ class TaskSource:
         about = f"index {index}, seed {self._seed}"
         with own_code(f"prompts.task {self._name!r}, {call}()", about, "make one for every index"):
             made = make(self._seed, index)
-            ids = self._encode(made.text) if made.token_ids is None else [*map(as_index, made.token_ids)]
-        return Prompt(name, list(ids), "default", made.answer, made.text)
+            ids = made.token_ids
+            ids = plain_ids(self._tokenizer, made.text) if ids is None else [*map(as_index, ids)]
+        return Prompt(name, ids, "default", made.answer, made.text)
 
-    def checked(self, count: int, tokenizer: Any, longest: int) -> list[Prompt]:
+    def checked(self, count: int, longest: int) -> list[Prompt]:
         """So many held-out prompts. Raises DataError for one, or for a first one to train on, of no use."""
         held_out = [self.held_out(index) for index in range(count)]
         for prompt in [*held_out, *(self[index] for index in range(CHECKED))]:
             ids = prompt.token_ids
             try:
-                check_ids(tokenizer, ids)
+                check_ids(self._tokenizer, ids)
                 if not 1 <= len(ids) <= longest:
                     raise DataError(
                         f"it has {len(ids)} tokens, allowed are 1 to {longest} (context length less "
@@ -96,27 +83,23 @@ class EnvironmentSource:
         task = self._first + index
         return Prompt(str(task), [], environment=self._environment, task=task)
 
-    def without(self, prompts: Iterable[Prompt]) -> EnvironmentSource:
+    def without(self, prompts: Iterable[Prompt]) -> Self:
         """The tasks behind as many first ones as are among `prompts`, which are held out."""
-        return EnvironmentSource(self._environment, max(self._first, self._among(prompts)))
-
-    def _among(self, prompts: Iterable[Prompt]) -> int:
-        return len({prompt.task for prompt in prompts if prompt.environment == self._environment})
+        held_out = {prompt.task for prompt in prompts if prompt.environment == self._environment}
+        rest = copy.copy(self)
+        rest._first = max(self._first, len(held_out))
+        return rest
 
 
 class CountedEnvironmentSource(EnvironmentSource):
-    """Tasks of an environment that has `count` of them."""
+    """Tasks of an environment that has so many of them, from `first` on."""
 
-    def __init__(self, environment: str, first: int, count: int) -> None:
+    def __init__(self, environment: str, first: int, tasks: int) -> None:
         super().__init__(environment, first)
-        self._count = count
-
-    def without(self, prompts: Iterable[Prompt]) -> CountedEnvironmentSource:
-        fewer = max(0, self._among(prompts) - self._first)
-        return CountedEnvironmentSource(self._environment, self._first + fewer, self._count - fewer)
+        self._tasks = tasks
 
     def __len__(self) -> int:
-        return self._count
+        return max(0, self._tasks - self._first)
 
 
 class TableSource:
@@ -124,13 +107,13 @@ class TableSource:
 
     def __init__(self, rows: Iterable[Prompt]) -> None:
         flat, ends = array("i"), array("q", [0])
-        self._names: list[tuple[str, str, str | None, str, str]] = []
+        self._without_ids: list[Prompt] = []
         for row in rows:
             flat.extend(row.token_ids)
             ends.append(len(flat))
-            self._names.append((row.id, row.source, row.answer, row.text, row.messages))
+            self._without_ids.append(msgspec.structs.replace(row, token_ids=_NO_IDS))
         self._flat, self._ends = np.frombuffer(flat, "i4") if flat else np.empty(0, "i4"), ends
-        self._rows: Sequence[int] = range(len(self._names))
+        self._rows: Sequence[int] = range(len(self._without_ids))
 
     def subset(self, rows: Sequence[int]) -> TableSource:
         """Some of the rows, in that order; nothing is copied."""
@@ -159,15 +142,15 @@ class TableSource:
     @property
     def sources(self) -> set[str]:
         """Data sources of the whole table, so of what is held out as well."""
-        return {source for _, source, *_ in self._names}
+        return {prompt.source for prompt in self._without_ids}
 
     @property
     def longest(self) -> int:
         return max(self._ends[row + 1] - self._ends[row] for row in self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
-        name, source, answer, text, messages = self._names[self._rows[index]]
-        return Prompt(name, self._ids(index).tolist(), source, answer, text, messages=messages)
+        prompt = self._without_ids[self._rows[index]]
+        return msgspec.structs.replace(prompt, token_ids=self._ids(index).tolist())
 
 
 # --- training and held-out prompts
@@ -276,26 +259,16 @@ def _open(
         train: PromptSource = EnvironmentSource(name, count)
         if prompts.tasks is not None:
             count = held_out_of(prompts.tasks, count)
-            train = CountedEnvironmentSource(name, count, prompts.tasks - count)
+            train = CountedEnvironmentSource(name, count, prompts.tasks)
         held_out = [EnvironmentSource(name, 0)[task] for task in range(count)]
         return PromptSplit(train, held_out, None, by_environment=True)
     rewards = reward_source(prompts, tokenizer, config.rollout.stop_token_ids)
     if isinstance(prompts, TaskPrompts):
         task = tasks.load(prompts.task, prompts.options)
-        source = TaskSource(prompts.task, task, config.run.seed, partial(plain_ids, tokenizer))
-        held_out = source.checked(held_out_count, tokenizer, longest)
+        source = TaskSource(prompts.task, task, config.run.seed, tokenizer)
+        held_out = source.checked(held_out_count, longest)
         return PromptSplit(source, held_out, rewards)
-    control = control_tokens(tokenizer)
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    reader = RowReader(
-        prompts,
-        row_encoder(tokenizer, prompts),
-        longest,
-        control=control,
-        template=template,
-        unknown=unknown_id(tokenizer),
-        kept_for=template if config.by_text else None,  # it is rendered again
-    )
+    reader = RowReader(prompts, tokenizer, longest, keeps_messages=bool(config.by_text))  # rendered again
     if isinstance(prompts, DatasetPrompts) and prompts.stream_rows is not None:
         stream, held_out = open_stream(prompts, reader, config.run.seed, held_out_count)
         split = PromptSplit(stream, held_out, rewards)

@@ -191,7 +191,7 @@ async def test_callers_ride_through_the_death_and_return_of_replicas(
     urls = [teacher.url, second.url]
     monkeypatch.setattr(scoring, "REQUEST_TOKENS", 64)
     async with TeacherClient("toy", urls, "secret") as client:
-        before = await _scores(client, sequences(40), Want())
+        before = await _scores(client, sequences(40))
         asking = asyncio.create_task(_ask_until(client, stop := asyncio.Event()))
         second.end(signal.SIGKILL)
         await _another_retry(caplog)
@@ -200,7 +200,7 @@ async def test_callers_ride_through_the_death_and_return_of_replicas(
         await _another_retry(caplog)
         stop.set()
         assert await asking == before
-        assert await _scores(client, sequences(40), Want()) == before
+        assert await _scores(client, sequences(40)) == before
 
 
 async def _another_retry(caplog: pytest.LogCaptureFixture) -> None:
@@ -211,14 +211,14 @@ async def _another_retry(caplog: pytest.LogCaptureFixture) -> None:
             await asyncio.sleep(0.01)
 
 
-async def _scores(client: TeacherClient, sequences: list[Any], want: Want) -> list[Any]:
-    return [result for result, _ in await ask(client, sequences, partial(client.score, want=want), 60)]
+async def _scores(client: TeacherClient, sequences: list[Any]) -> list[Any]:
+    return [result for result, _ in await ask(client, sequences, client.score, 60)]
 
 
 async def _ask_until(client: TeacherClient, stop: asyncio.Event) -> list[Any]:
     """The last answer; every one must be complete."""
     while True:
-        answer = await _scores(client, sequences(40), Want())
+        answer = await _scores(client, sequences(40))
         assert all(isinstance(result, Scored) for result in answer)
         if stop.is_set():
             return answer

@@ -50,10 +50,10 @@ MADE: list[Controller] = []
 KNOWN = len(letter_tokenizer().get_vocab())
 
 
-def save(folder: Path) -> Path:
-    """A student and a teacher in `folder`."""
+def save(folder: Path, *others: str) -> Path:
+    """A student, a teacher and `others` in `folder`, each with weights of its own."""
     size = {"vocab_size": ROWS, "hidden_size": 16, "head_dim": 8, "intermediate_size": 24}
-    for seed, name in enumerate(("student", "teacher")):
+    for seed, name in enumerate(("student", "teacher", *others)):
         language_model("Qwen3", seed, **size, initializer_range=0.5).save_pretrained(folder / name)
         letter_tokenizer().save_pretrained(folder / name)
         (folder / name / "chat_template.jinja").write_text(TEMPLATE)

@@ -210,7 +210,7 @@ class MemoryTeacher:
         return 0.0 if self.up else 0.5
 
     async def score(
-        self, sequences: Sequence[wire.ScoreSequence], want: wire.Want, limit: float
+        self, sequences: Sequence[wire.ScoreSequence], want: wire.Want = wire.Want(), limit: float = 0.0
     ) -> Reply[Scored | ScoreRefused]:
         await asyncio.sleep(0)
         if not self.up:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from episodes import GuessEnvironment
-from evaluated_models import Teacher
+from evaluated_models import KNOWN, Teacher, save
 from in_memory import MemoryReplica
 from msgspec.structs import replace
 from small_config import make_config
@@ -26,8 +26,6 @@ from distill.preflight_checks import checks as preflight
 from distill.preflight_checks import engines as live
 from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, open_prompts
-from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer
-from distill.tasks.teaching import new_model
 from student_trainer.objectives.config import TopK
 from sync import wire
 from sync.base import tokenizers
@@ -38,21 +36,12 @@ from teacher_service.config import CAPABILITIES
 
 REWARDED = {"type": "topk", "k": 4, "task": {}}
 DEEPSPEED = Path(__file__).parents[3] / "configs/deepspeed/zero3_cpu.json"
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """student/, teacher/ and other/ with random weights."""
-    folder = tmp_path_factory.mktemp("models")
-    for seed, (name, recipe) in enumerate({"student": STUDENT, "teacher": TEACHER, "other": TEACHER}.items()):
-        import torch
-
-        torch.manual_seed(seed)
-        new_model(recipe, letter_tokenizer()).save_pretrained(folder / name)
-        letter_tokenizer().save_pretrained(folder / name)
-        (folder / name / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    """student/, teacher/ and other/."""
+    return save(tmp_path_factory.mktemp("models"), "other")
 
 
 def configure(models: Path, **sections: dict[str, Any]) -> RunConfig:
@@ -179,7 +168,7 @@ async def test_a_teacher_that_serves_other_weights_than_configured_is_caught(mod
 async def test_a_teacher_too_large_to_load_is_not_shown_to_be_right_and_its_gradient_still_is(
     models: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool
 ) -> None:
-    monkeypatch.setattr(probes, "free_bytes", lambda device: 4 << 20)
+    monkeypatch.setattr(probes, "free_bytes", lambda device: 4 << 10)
     config = configure(models)
     other = configure(models, teachers={"t": {"path": str(models / "other"), "dtype": "float32"}})
     teacher = teacher_of(other) if hidden else teacher_of(other, can=["topk"])
@@ -274,7 +263,7 @@ async def test_rollouts_are_compared_with_a_plain_forward_pass(models: Path) -> 
         async def generate(self, request: Any) -> Any:
             async for one in super().generate(request):
                 prompt = next(p for p in request.prompts if p.id == one.id)
-                ids = unpack(one.token_ids) % 29
+                ids = unpack(one.token_ids) % KNOWN
                 joined = np.append(np.asarray(prompt.token_ids, "i4"), ids).astype("i4")
                 written = ScoreSequence(one.id, pack(joined), len(prompt.token_ids))
                 (logp,) = (await bench.probe(wire.ProbeRequest(student=[written], teachers={}), 1.0)).student

@@ -28,7 +28,7 @@ from student_trainer.objectives.config import (
     TopK,
 )
 from student_trainer.objectives.divergences import build
-from sync.wire import Scored, ScoreRefused, ScoreSequence, TeacherInfo, Want, pack, unpack
+from sync.wire import Scored, ScoreRefused, ScoreSequence, TeacherInfo, pack, unpack
 from teacher_service.engines.base import Item, ScoreOptions
 
 V, T = 40, 8
@@ -51,7 +51,7 @@ def whole_prefix(token_ids_L: np.ndarray, temperature: float = 0.5) -> np.ndarra
 def teacher(source: Callable = whole_prefix) -> Score:
     engine = TableEngine(source, V)
 
-    async def score(sequences: list[ScoreSequence], want: Want) -> list[Scored | ScoreRefused]:
+    async def score(sequences: list[ScoreSequence]) -> list[Scored | ScoreRefused]:
         alone = [engine.score([Item(unpack(s.token_ids), s.start)], ScoreOptions()) for s in sequences]
         return [Scored(s.id, pack(scores.logprob_C)) for s, scores in zip(sequences, alone, strict=True)]
 
@@ -62,8 +62,8 @@ def altered(alter: Callable[[int, ScoreSequence, Scored], Scored | ScoreRefused]
     """The sound teacher, with `alter` done to each answer of a request, by its place."""
     sound = teacher()
 
-    async def score(sequences: list[ScoreSequence], want: Want) -> list[Scored | ScoreRefused]:
-        answers = await sound(sequences, want)
+    async def score(sequences: list[ScoreSequence]) -> list[Scored | ScoreRefused]:
+        answers = await sound(sequences)
         pairs = enumerate(zip(sequences, answers, strict=True))
         return [alter(i, s, answer) for i, (s, answer) in pairs if isinstance(answer, Scored)]
 

@@ -128,7 +128,7 @@ def test_words_in_a_reference_answer_that_math_verify_takes_for_letters_are_name
     answer: str, prose: bool, tmp_path: Path
 ) -> None:
     more = {"answer_field": "a", "reward_fn": "math", "template": "plain"}
-    reader = RowReader(JsonlPrompts(type="jsonl", path=tmp_path / "x", **more), lambda text: [1], 8)
+    reader = RowReader(JsonlPrompts(type="jsonl", path=tmp_path / "x", **more), Letters(), 8)
     assert reader.prompt(Row("x:1", "1", {"prompt": "?", "a": answer})) is not None
     assert any("have words in their reference answer" in note for note in reader.notes) is prose
     assert not is_prose("exact", answer)
@@ -416,13 +416,15 @@ def test_a_function_is_tried_before_the_run_on_no_text_and_on_the_reference() ->
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_signal_ends_the_trial_of_a_function_that_hangs(pool: RewardPool, monkeypatch, begun: bool) -> None:
     """Also one that comes before the trial has begun in its thread."""
-    source, told, run = pool._source._replace(seconds=3600.0), threading.Event(), asyncio.run
+    source, told, loop = pool._source._replace(seconds=3600.0), threading.Event(), asyncio.new_event_loop()
+    run = loop.run_forever
 
     def interrupt(*_: object) -> None:
         told.set()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(asyncio, "run", lambda trial: (begun or told.wait(60)) and run(trial))
+    monkeypatch.setattr(loop, "run_forever", lambda: (begun or told.wait(60)) and run())
+    monkeypatch.setattr(asyncio, "new_event_loop", lambda: loop)
     signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 2.0)
     try:

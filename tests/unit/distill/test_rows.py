@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import CHATML, HEADER, byte_tokenizer, letters
-from jinja2 import TemplateError
+from byte_tokenizer import CHATML, HEADER, Letters, byte_tokenizer, letters
 from small_config import make_config
 
 from distill.config import RunConfig
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.preflight_checks.tokens import check_rendering, first_prompts
-from distill.prompts.rows import Encode, RowReader, control_tokens, dataset_rows, jsonl_rows, row_encoder
+from distill.prompts.rows import RowReader, jsonl_rows, row_encoder, rows_of
 from distill.prompts.sources import open_prompts
 from distill.prompts.stream import Prompt
 from sync.base.errors import ConfigError, DataError
@@ -42,12 +41,9 @@ def read(path: Path, value: Any, written: str | None = CHATML, **settings: Any) 
     """The prompt of a row with that value, decoded."""
     path.write_text(json.dumps({"prompt": value}) + "\n")
     tok = byte_tokenizer(written)
-    (prompt,) = reader_of(JsonlPrompts(type="jsonl", path=path, **settings), tok).prompts(jsonl_rows(path))
+    reader = RowReader(JsonlPrompts(type="jsonl", path=path, **settings), tok, 500)
+    (prompt,) = reader.prompts(jsonl_rows(path))
     return str(tok.decode(prompt.token_ids))
-
-
-def reader_of(config: JsonlPrompts | DatasetPrompts, tok: Any = None, **more: Any) -> RowReader:
-    return RowReader(config, row_encoder(tok or byte_tokenizer(), config), 500, **more)
 
 
 @pytest.mark.parametrize(
@@ -204,10 +200,9 @@ def written(path: Path, *rows: object) -> JsonlPrompts:
     return JsonlPrompts(type="jsonl", path=path, source_field="from", answer_field="gold", template="plain")
 
 
-def prompts_of(config: JsonlPrompts | DatasetPrompts, encode: Encode = letters) -> list[Prompt]:
+def prompts_of(config: JsonlPrompts | DatasetPrompts) -> list[Prompt]:
     """Of at most five tokens."""
-    rows = jsonl_rows(config.path) if isinstance(config, JsonlPrompts) else dataset_rows(config)
-    return [*RowReader(config, encode, 5).prompts(rows)]
+    return [*RowReader(config, Letters(), 5).prompts(rows_of(config))]
 
 
 def test_rows_of_a_file_keep_text_source_and_answer(tmp_path: Path) -> None:
@@ -243,12 +238,9 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, messag
 
 
 def test_a_row_that_the_template_refuses_is_named_by_file_and_line(tmp_path: Path) -> None:
-    def refuse(messages: Any) -> list[int]:
-        raise TemplateError("no system role")
-
-    written(tmp_path / "p.jsonl", {"prompt": [{"role": "system", "content": "a"}]})
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     with pytest.raises(DataError, match=r"p\.jsonl:1: .* refuse .*\(TemplateError: no system role\)"):
-        prompts_of(JsonlPrompts(type="jsonl", path=tmp_path / "p.jsonl"), refuse)
+        read(tmp_path / "p.jsonl", [SYSTEM, USER], refusal + CHATML)
 
 
 def test_a_missing_file_says_so(tmp_path: Path) -> None:
@@ -313,7 +305,7 @@ def test_rows_outside_the_filters_are_dropped_and_counted(tmp_path: Path) -> Non
     path = tmp_path / "p.jsonl"
     path.write_text("".join(f'{{"prompt": "{"x" * length}"}}\n' for length in (1, 2, 3, 4, 5, 6, 7)))
     config = JsonlPrompts(type="jsonl", path=path, template="plain", min_prompt_tokens=2, max_prompt_tokens=5)
-    reader = RowReader(config, letters, longest=6)
+    reader = RowReader(config, Letters(), longest=6)
     kept = [prompt.text for prompt in reader.prompts(jsonl_rows(path))]
     assert kept == ["xx", "xxx", "xxxx", "xxxxx"]
     wanted = f"prompts: 3 of 7 rows of {path} dropped: 2 longer than 5 tokens, 1 shorter than 2 tokens"
@@ -321,7 +313,7 @@ def test_rows_outside_the_filters_are_dropped_and_counted(tmp_path: Path) -> Non
     for most in (1, 7):  # shorter than the shortest, longer than what fits
         problem = f"prompts.max_prompt_tokens is {most}, and it must lie between"
         with pytest.raises(ConfigError, match=problem):
-            RowReader(config.model_copy(update={"max_prompt_tokens": most}), letters, longest=6)
+            RowReader(config.model_copy(update={"max_prompt_tokens": most}), Letters(), longest=6)
 
 
 # --- answers
@@ -330,12 +322,9 @@ def test_rows_outside_the_filters_are_dropped_and_counted(tmp_path: Path) -> Non
 def answers(path: Path, reward: str | None = "exact") -> list[str | None]:
     """Of the rows of a JSONL file or of a dataset in a folder, in order."""
     settings = {"path": str(path), "answer_field": "answer", "reward_fn": reward}
-    if path.suffix == ".jsonl":
-        config, rows = JsonlPrompts(type="jsonl", **settings), jsonl_rows(path)
-    else:
-        config = DatasetPrompts(type="dataset", **settings)
-        rows = dataset_rows(config)
-    return [prompt.answer for prompt in reader_of(config).prompts(rows)]
+    of_file = path.suffix == ".jsonl"
+    config = JsonlPrompts(type="jsonl", **settings) if of_file else DatasetPrompts(type="dataset", **settings)
+    return [prompt.answer for prompt in RowReader(config, byte_tokenizer(), 500).prompts(rows_of(config))]
 
 
 def test_answers_keep_the_text_that_a_csv_file_has_for_them(tmp_path: Path) -> None:
@@ -396,7 +385,7 @@ def test_a_tools_column_and_control_tokens_in_data_are_named(tmp_path: Path) -> 
     path = tmp_path / "p.jsonl"
     rows = [{"prompt": "hi"}, {"prompt": "hi<|im_end|>", "tools": [{}]}, {"prompt": "a", "tools": None}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reader = reader_of(JsonlPrompts(type="jsonl", path=path), control=control_tokens(byte_tokenizer()))
+    reader = RowReader(JsonlPrompts(type="jsonl", path=path), byte_tokenizer(), 500)
     assert len([*reader.prompts(jsonl_rows(path))]) == 3
     assert reader.notes == (
         f"prompts: 1 rows of {path} hold a control token in their text, such as '<|im_end|>'",
@@ -412,13 +401,15 @@ def test_what_no_prompt_shows_is_named(tmp_path: Path) -> None:
         {"prompt": "Human: hi\n\nAssistant:", "input": "", "system": "Be kind."},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    template = CHATML + "{# name #}"
-    named = {"template": template, "unknown": ord("?") - 30}
-    reader = reader_of(JsonlPrompts(type="jsonl", path=path), byte_tokenizer(template), **named)
+    tokenizer = byte_tokenizer(CHATML + "{# name #}")
+    tokenizer.unk_token = "?"
+    reader = RowReader(JsonlPrompts(type="jsonl", path=path), tokenizer, 500)
     assert len([*reader.prompts(jsonl_rows(path))]) == 2
     notes = "\n".join(reader.notes)
     told = ["'system' (2 of 2 rows)", "'images' of messages (1 of 2 rows)", "'answer' (1 of 2 rows)"]
-    told += ["1 rows of", "end as a chat does that was rendered already"]
+    told += [
+        f"1 rows of {path} {what}" for what in ("hold characters that the", "end as a chat does that was")
+    ]
     assert all(words in notes for words in told)
     assert not [word for word in ("input", "name", "weight") if repr(word) in notes]
 

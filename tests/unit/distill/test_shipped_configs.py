@@ -1,4 +1,5 @@
-"""Every configuration of configs/ passes plan and preflight against models of the shape that it names."""
+"""Every configuration of configs/ opens with its command, and passes plan and preflight against models of the
+shape that it names."""
 
 from __future__ import annotations
 
@@ -158,7 +159,11 @@ def replaced(config: RunConfig, models: Path, folder: Path) -> RunConfig:
 
 @pytest.mark.usefixtures("node")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_shipped_configuration_passes_the_preflight(path: Path, models: Path, tmp_path: Path) -> None:
+def test_a_shipped_configuration_opens_with_its_command_and_passes_the_preflight(
+    path: Path, models: Path, tmp_path: Path
+) -> None:
+    opening = [line for line in path.read_text().splitlines()[:8] if line.startswith("#")]
+    assert any("distill " in line or "make " in line for line in opening)
     given = load(path)
     if path.stem in ("user_run", "small_model", "rewards"):  # for CPUs: changed as user_run.toml says
         student = given.student.model_copy(update={"engine_args": {"gpu-memory-utilization": 0.4}})
@@ -173,6 +178,10 @@ def test_a_shipped_configuration_passes_the_preflight(path: Path, models: Path, 
     assert bool(split.train[0].token_ids) != bool(config.environments)
     assert config.objective.type != "auto"
     assert any(line.startswith("computed: ") for line in lines) or config.student.urls
+
+
+def test_there_are_configurations_to_load() -> None:
+    assert len(CONFIGS) >= 6
 
 
 def test_the_stand_ins_are_of_the_size_that_they_stand_for(models: Path) -> None:

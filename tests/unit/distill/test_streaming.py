@@ -62,7 +62,7 @@ def test_a_cursor_goes_on_where_another_stream_stopped(taken: int) -> None:
 
 def test_a_task_has_no_end_and_keeps_its_answers() -> None:
     double: Any = SimpleNamespace(prompt=lambda seed, n: TaskPrompt(f"{seed + n}", None, f"{2 * (seed + n)}"))
-    stream = PromptStream(TaskSource("double", double, seed=40, encode=letters), seed=9)
+    stream = PromptStream(TaskSource("double", double, seed=40, tokenizer=Letters()), seed=9)
     first, second = stream.take(2)
     assert (first.text, first.token_ids, first.answer) == ("40", letters("40"), "80")
     assert second.id == "0:1:0"
@@ -86,7 +86,7 @@ def dataset(tmp_path: Path) -> DatasetPrompts:
 
 
 def opened(config: DatasetPrompts, wanted: int = 0, seed: int = 1) -> tuple[StreamSource, list[Prompt]]:
-    return open_stream(config, RowReader(config, letters, 50), seed, wanted)
+    return open_stream(config, RowReader(config, Letters(), 50), seed, wanted)
 
 
 def going_on(source: Any, folder: Path) -> Any:
@@ -336,15 +336,19 @@ def test_what_is_held_out_is_trained_on_under_no_other_row(tmp_path: Path, kind:
 
 def test_parts_of_one_environment_train_on_no_task_that_another_holds_out() -> None:
     tasks = [EnvironmentSource("e", 0)[task] for task in range(6)]
-    counted = sources.CountedEnvironmentSource("e", 2, 30)
+    counted = sources.CountedEnvironmentSource("e", 2, 32)
     splits = {
         "a": PromptSplit(EnvironmentSource("e", 6), tasks, None),
         "b": PromptSplit(counted, tasks[:2], None),
     }
     parts = {name: {"type": "environment", "environment": "e"} for name in splits}
-    sources._hold_out_together(MixturePrompts.model_validate({"type": "mixture", "parts": parts}), splits)
+    prompts = MixturePrompts.model_validate({"type": "mixture", "parts": parts})
+    sources._hold_out_together(prompts, splits)
     assert [splits[name].train[0].task for name in "ab"] == [6, 6]
     assert len(splits["b"].train) == 26
+    splits["b"] = PromptSplit(sources.CountedEnvironmentSource("e", 0, 5), [], None)
+    with pytest.raises(ConfigError, match=r"parts\.b: another part holds out all of its prompts: give"):
+        sources._hold_out_together(prompts, splits)
 
 
 def test_a_configured_mixture_holds_out_of_each_part_and_rewards_by_part(tmp_path: Path) -> None:

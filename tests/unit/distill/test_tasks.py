@@ -141,7 +141,7 @@ def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pyte
     made = r"do not fit task .*broken' \(ZeroDivisionError: division by zero\)"
     with pytest.raises(ConfigError, match=made):
         tasks.load("tasks_of_mine.broken", {"unlucky": True})
-    task = TaskSource("tasks_of_mine.broken", tasks.load("tasks_of_mine.broken"), 3, list)
+    task = TaskSource("tasks_of_mine.broken", tasks.load("tasks_of_mine.broken"), 3, letter_tokenizer())
     asked = r"broken', prompt\(\) raised KeyError \('prompt'\) for index 7, seed 3"
     with pytest.raises(DataError, match=asked):
         task[7]
@@ -176,10 +176,10 @@ def test_prompts_of_a_task_are_checked_as_rows_are_with_or_without_an_evaluation
 ) -> None:
     same = lambda *_: tasks.TaskPrompt(text, token_ids, None)  # noqa: E731
     fixed: Any = SimpleNamespace(prompt=same, held_out=same)
-    source = TaskSource("mine", fixed, 0, letter_tokenizer().encode)
+    source = TaskSource("mine", fixed, 0, letter_tokenizer())
     for held_out in (0, 4):
         with pytest.raises(DataError, match=rf"prompt '{text}' of task mine: .*{problem}"):
-            source.checked(held_out, letter_tokenizer(), 3)
+            source.checked(held_out, 3)
 
 
 def test_a_task_reads_the_end_token_where_a_completion_ends_at_another_id_of_the_run() -> None:
@@ -241,7 +241,7 @@ def test_no_held_out_puzzle_is_ever_trained_on(tokenizer: Any) -> None:
 
 
 def test_partial_credit_is_the_reward_of_a_prompt_of_its_source(tokenizer: Any) -> None:
-    prompt = TaskSource("reasoning_gym", task(tokenizer), 1, tokenizer.encode)[4]
+    prompt = TaskSource("reasoning_gym", task(tokenizer), 1, tokenizer)[4]
     assert reference(prompt) == reference(task(tokenizer).prompt(1, 4))
     assert tokenizer.decode(prompt.token_ids).endswith("<|im_start|>assistant\n")
     around = f"It is {reference(prompt)}, I think"
