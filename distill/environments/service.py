@@ -23,7 +23,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -272,7 +272,7 @@ def serve(settings: EnvironmentService, host: str, port: int, index: int) -> Non
     serve_app(service.app, host, port, grace=1)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Serve until signalled; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m distill.environments.service", description="Serve one environment."
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--index", type=int, default=0, help="process, for its title and its log")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
 
     def work() -> None:
         settings = read_settings(EnvironmentService, options.config)

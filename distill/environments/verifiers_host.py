@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import psutil
 
@@ -41,13 +41,6 @@ _LARGEST: Final = 1 << 28
 """Bytes of a call: the ids of a prompt as JSON."""
 
 
-class _Played(NamedTuple):
-    """An episode, with the traces of it whose calls the student answers."""
-
-    playing: Playing
-    traces: list[Any]
-
-
 class VerifiersEnvironment:
     """Plays episodes of one verifiers environment; a `host.Host`.
 
@@ -59,8 +52,8 @@ class VerifiersEnvironment:
     def __init__(self, name: str, config: EnvironmentConfig, tokenizer: Any) -> None:
         """`tokenizer`: the student's, with its chat template. Raises ConfigError."""
         self.name, self._config, self._tokenizer = name, config, tokenizer
-        self._of: dict[str, tuple[_Played, Any]] = {}
-        """Id of a verifiers trace → its episode, the trace."""
+        self._of: dict[str, tuple[Playing, Any, list[Any]]] = {}
+        """Id of a verifiers trace → its episode, the trace, those of the episode that the student plays."""
         self._known: list[Any] = []
         """Tasks, from the first on."""
         self._servers: list[psutil.Process] = []
@@ -139,17 +132,17 @@ class VerifiersEnvironment:
         """A call of verifiers, as vLLM's /inference/v1/generate: answered when the student has."""
         from aiohttp import web
 
-        played, trace = self._of.get(request.headers.get("X-Session-ID", ""), (None, None))
-        if played is None:
+        if (called := self._of.get(request.headers.get("X-Session-ID", ""))) is None:
             raise web.HTTPNotFound
-        if trace not in played.traces:
-            played.traces.append(trace)
-        ids, reason = await played.playing.complete((await request.json())["token_ids"])
+        playing, trace, traces = called
+        if trace not in traces:
+            traces.append(trace)
+        ids, reason = await playing.complete((await request.json())["token_ids"])
         finish_reason = "stop" if reason == "stop" else "length"
         logprobs = [{"token": f"token_id:{token}", "logprob": 0.0} for token in ids]  # nobody reads them
         choice = {"index": 0, "finish_reason": finish_reason, "token_ids": ids}
         return web.json_response(
-            {"request_id": played.playing.id, "choices": [{**choice, "logprobs": {"content": logprobs}}]}
+            {"request_id": playing.id, "choices": [{**choice, "logprobs": {"content": logprobs}}]}
         )
 
     # --- an episode
@@ -167,15 +160,16 @@ class VerifiersEnvironment:
         """Let verifiers play the episode."""
         if (begun := await self._task(task)) is None:
             raise DataError(f"task {task} is none of the environment's {len(self._known)}")
-        played, minted = _Played(playing, []), list[str]()
+        traces, minted = list[Any](), list[str]()
 
         def on_trace(trace: Any) -> None:
             minted.append(trace.id)
-            self._of[trace.id] = played, trace
+            self._of[trace.id] = playing, trace, traces
 
         try:
             (slot,) = self._env.slots(begun)
-            return _conclusion(played, await self._env.run_slot(slot, self._context, on_trace=on_trace))
+            done = await self._env.run_slot(slot, self._context, on_trace=on_trace)
+            return _conclusion(playing.id, traces, done)
         except Exception:
             if self._servers:  # it may be no fault of the environment's
                 await asyncio.sleep(_GONE_SECONDS)
@@ -199,16 +193,16 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _conclusion(played: _Played, done: Any) -> EpisodeOver:
+def _conclusion(id: str, traces: list[Any], done: Any) -> EpisodeOver:
     """How a verifiers episode ended. The reward is that of the traces which the student played, added up."""
     errors = [*done.errors, *(error for trace in done.traces for error in trace.errors)]
     if not done.ok:
         said = f"{errors[0].type}: {errors[0].message}" if errors else "it is not ok, and names no error"
         raise DataError(f"verifiers could not play the episode on: {said}")
-    if not played.traces:
+    if not traces:
         raise DataError("the episode ended without a turn of the student: nothing can be trained")
-    rewards = [pair for trace in played.traces for pair in trace.rewards.items() if pair[1] is not None]
-    metrics = [pair for trace in played.traces for pair in trace.metrics.items() if pair[1] is not None]
+    rewards = [pair for trace in traces for pair in trace.rewards.items() if pair[1] is not None]
+    metrics = [pair for trace in traces for pair in trace.metrics.items() if pair[1] is not None]
     reward = sum(part.value for _, part in rewards) if rewards else None
     figures = {name: part.value for name, part in rewards} | dict(metrics)
-    return EpisodeOver(id=played.playing.id, reward=reward, metrics=figures)
+    return EpisodeOver(id=id, reward=reward, metrics=figures)

@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import random
 import re
-import zlib
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
-from distill.tasks import RewardedPrompt, TaskPrompt
+from distill.tasks import RewardedPrompt, TaskPrompt, is_held_out
 from sync.base.errors import ConfigError, DataError
 from sync.base.settings import ModelSource
 from sync.base.tokenizers import load_tokenizer, text_reader
 
-HELD_OUT_SHARE: Final = 16
-"""One puzzle in so many is never trained on."""
 _TRIES: Final = 1000
 
 
@@ -97,7 +94,7 @@ class ReasoningGym:
         for _ in range(_TRIES):
             number = rng.randrange(len(self._puzzles))
             entry = self._puzzles[number]
-            if (zlib.crc32(entry["question"].encode()) % HELD_OUT_SHARE == 0) == held_out:
+            if is_held_out(entry["question"]) == held_out:
                 text = entry["question"]
                 if self._system is None:
                     ids = self._tokenizer.encode(text)

@@ -15,14 +15,13 @@ from __future__ import annotations
 import random
 import string
 import sys
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill.tasks import Models, RewardedPrompt, TaskPrompt
+from distill.tasks import Models, RewardedPrompt, TaskPrompt, is_held_out
 from distill.tasks.teaching import ROWS, Recipe, make_tokenizer, taught_pair
 
 if TYPE_CHECKING:
@@ -35,8 +34,6 @@ VOCABULARY = [PAD, EOS, ASK, *LETTERS]
 """Token of each id: one per character, no token before or after a text."""
 PAD_ID, EOS_ID, ASK_ID, FIRST_LETTER_ID = range(4)
 SHORTEST, LONGEST = 5, 9
-HELD_OUT_SHARE = 16
-"""One prompt in so many, by a hash of its text, is never trained on."""
 TEACHER = Recipe(128, 3, 4, 2, 384, steps=500, muon=True, both_choices=True)
 STUDENT = Recipe(96, 2, 3, 1, 256, steps=240)
 
@@ -71,11 +68,6 @@ def _prompt(rng: random.Random, held_out: bool) -> TaskPrompt:
         text = "".join(LETTERS[place] for place in letters) + ASK
         if is_held_out(text) == held_out:
             return TaskPrompt(text, [*(FIRST_LETTER_ID + place for place in letters), ASK_ID])
-
-
-def is_held_out(text: str) -> bool:
-    """Which side of the split a prompt belongs to, whatever the seed."""
-    return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
 # --- models

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -47,40 +46,6 @@ Loss = Callable[[Any, Recipe, np.random.Generator, int], "torch.Tensor"]
 """(model, recipe, randomness, step) → mean loss per token of about ROWS fresh rows."""
 Lesson = tuple[list[int], list[bool]]
 """Token ids of an episode, and which of them are taught."""
-
-
-def recipe_hash(recipes: Sequence[Recipe], seed: int, sources: Sequence[str]) -> str:
-    """Digest of the seed, the recipes and the source files that apply them."""
-    parts = [json.dumps([*map(asdict, recipes), seed]).encode()]
-    parts += [Path(path).read_bytes() for path in (*sources, __file__)]
-    return hashlib.blake2b(b"\0".join(parts), digest_size=6).hexdigest()
-
-
-def made_once(home: Path, make: Callable[[Path], None]) -> Models:
-    """The pair in `home`; `make` fills a folder with `teacher` and `student` when there is none yet."""
-    if not home.is_dir():
-        home.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=".making-", dir=home.parent))
-        try:
-            make(unfinished)
-            unfinished.rename(home)
-        except OSError:
-            if not home.is_dir():  # else another process was faster, and its pair is as good
-                raise
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    return Models(home / "teacher", home / "student")
-
-
-def save_pair(folder: Path, tokenizer: Any, teacher: Any, student: Any) -> None:
-    """Write both models in bf16, with the tokenizer, as folders `teacher` and `student`."""
-    import torch
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    for name, model in {"teacher": teacher, "student": student}.items():
-        model.to(torch.bfloat16).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
 
 
 def make_tokenizer(
@@ -143,25 +108,40 @@ def masked_loss(
 def taught_pair(
     folder: Path, seed: int, source: str, recipes: tuple[Recipe, Recipe], tokenizer: Any, loss: Loss
 ) -> Models:
-    """The teacher and the student of two recipes; made once, kept in `folder`, under the name of the task's
-    file `source`.
+    """The teacher and the student of two recipes, in bf16 and with the tokenizer; made once, kept in
+    `folder`, under the name of the task's file `source`.
 
     All randomness comes from `seed`; a `source` that changed makes another pair.
     """
-    return made_once(
-        folder / f"{Path(source).stem}-{recipe_hash(recipes, seed, (source,))}",
-        lambda unfinished: save_pair(
-            unfinished, tokenizer, *(_taught(recipe, seed, tokenizer, loss) for recipe in recipes)
-        ),
-    )
+    parts = [json.dumps([*map(asdict, recipes), seed]).encode()]
+    parts += [Path(path).read_bytes() for path in (source, __file__)]
+    digest = hashlib.blake2b(b"\0".join(parts), digest_size=6).hexdigest()
+    home = folder / f"{Path(source).stem}-{digest}"
+    pair = Models(home / "teacher", home / "student")
+    if home.is_dir():
+        return pair
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as unfinished:
+        made = Path(unfinished) / "pair"
+        for place, recipe in zip(pair, recipes, strict=True):
+            _taught(recipe, seed, tokenizer, loss).save_pretrained(made / place.name)
+            tokenizer.save_pretrained(made / place.name)
+        try:
+            made.rename(home)
+        except OSError:
+            if not home.is_dir():  # else another process was faster, and its pair is as good
+                raise
+    return pair
 
 
 def _taught(recipe: Recipe, seed: int, tokenizer: Any, loss: Loss) -> Any:
     import torch
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    model = new_model(recipe, tokenizer)
+    model: Any = new_model(recipe, tokenizer)
     named = list(model.named_parameters())
     matrices = [p for name, p in named if recipe.muon and p.ndim == 2 and "embed" not in name]
     rest = [p for _, p in named if all(p is not matrix for matrix in matrices)]
@@ -181,4 +161,4 @@ def _taught(recipe: Recipe, seed: int, tokenizer: Any, loss: Loss) -> Any:
                 group["lr"] = RATE * min(1.0, warm_up) * decay
             optimizer.step()
             optimizer.zero_grad()
-    return model.eval()
+    return model.to(torch.bfloat16)

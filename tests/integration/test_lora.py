@@ -115,21 +115,6 @@ async def test_an_adapter_by_broadcast_is_the_one_from_the_store_and_a_whole_che
         assert error(base, adapters[0], [5, 6, 7], answer) < TOLERANCE
 
 
-async def test_an_altered_adapter_keeps_the_old_one(setup):
-    base, adapters, server, _ = setup
-    (file,) = server.store.glob("tests/*00000003/model/adapter_model.safetensors")
-    good = file.read_bytes()
-    async with server.peer() as peer:
-        await update(peer, 1)
-        file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-        with pytest.raises(RemoteError, match="409"):
-            await update(peer, 3)
-        file.write_bytes(good)
-        (answer,) = await generate(peer, [[5, 6, 7]], max_tokens=24)
-        assert answer.spans == [VersionSpan(Version(1, 1), 0, 24)]
-        assert error(base, adapters[0], [5, 6, 7], answer) < TOLERANCE
-
-
 STOCK = """
 import sys, vllm
 options = {"enforce_eager": True, "max_model_len": 64, "kv_cache_memory_bytes": 1 << 26}

@@ -18,11 +18,7 @@ from student_trainer import ledger
 from student_trainer.objectives.config import TopK
 from sync.wire import FinalDigests, Published, Stop, TrainerHello, Version
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.ranks,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-]
+pytestmark = launched_trainer.MARKS
 
 
 @pytest.fixture(scope="module")

@@ -36,11 +36,7 @@ from sync import wire
 from sync.wire import FinalDigests, Message, Published, Rows, StepReport, TrainBatch, Version, Wait, Want
 from sync.wire.client import BlockingPeer
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.ranks,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-]
+pytestmark = launched_trainer.MARKS
 TOPK: dict[str, Any] = {"objective": {"type": "topk", "k": 4}}
 FULL: dict[str, Any] = {"objective": {"type": "full"}}
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -237,10 +236,3 @@ def serve() -> Iterator[Hub]:
     hub = Hub()
     with answering(hub.app()) as hub.base:
         yield hub
-
-
-if __name__ == "__main__":  # print the address, end with standard input
-    with serve() as running:
-        sys.stdout.write(f"{running.base}\n")
-        sys.stdout.flush()
-        sys.stdin.read()

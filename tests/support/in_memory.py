@@ -304,12 +304,11 @@ class MemoryTeacher:
         return False
 
 
-def fetching(teachers: dict[str, MemoryTeacher], want: wire.Want, student_topk: int = 0) -> TeacherScores:
-    """What a rank fetches the teachers' scores with."""
-    (only,) = teachers.values()
-    connect = cast(Callable[[str], BlockingPeer], lambda url: only)
-    servers = lambda name: teachers[name].servers()  # noqa: E731
-    return TeacherScores([*teachers], want, student_topk, 50, servers, connect, threading.Event())
+def fetching(teacher: MemoryTeacher, want: wire.Want, student_topk: int = 0) -> TeacherScores:
+    """What a rank fetches the scores of teacher "t" with."""
+    connect = cast(Callable[[str], BlockingPeer], lambda url: teacher)
+    servers = lambda name: teacher.servers()  # noqa: E731
+    return TeacherScores(["t"], want, student_topk, 50, servers, connect, threading.Event())
 
 
 @dataclass

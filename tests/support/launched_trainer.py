@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pytest
 import torch
 import waiting
 from forked import start
@@ -27,6 +28,12 @@ from sync.weights.stores import open_store
 from sync.weights.subscribe import Mirror
 from sync.wire import Head, Message, Published, Rows, TrainBatch, Version, decode, encode, pack
 
+MARKS = [
+    pytest.mark.engine,
+    pytest.mark.ranks,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+"""Of a module that starts trainers."""
 VOCAB, HIDDEN = 30, 16
 ROOT = Path(__file__).parents[2]
 Share = Callable[[Version, int, int], Message]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
 
@@ -134,3 +135,17 @@ def silent() -> Iterator[str]:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         yield "http://127.0.0.1:{1}".format(*listener.getsockname())
+
+
+@asynccontextmanager
+async def saying(answer: bytes) -> AsyncIterator[str]:
+    """URL of a server that answers the head of each request with these bytes, which no library might give,
+    and closes the connection."""
+
+    async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(answered, "127.0.0.1", 0) as listening:
+        yield "http://127.0.0.1:{1}".format(*listening.sockets[0].getsockname())

@@ -1,4 +1,4 @@
-"""moto's S3 on loopback with one bucket. A program of it prints the address and ends with its input.
+"""moto's S3 on loopback with one bucket.
 
 moto looks for an object that a conditional put excludes, and puts it later: of two at once both win. S3
 decides such a put at one moment, so here one put is handled after the other.
@@ -7,7 +7,6 @@ decides such a put at one moment, so here one put is handled after the other.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,21 +28,14 @@ S3Response.put_object = _put_in_turn  # type: ignore[method-assign]
 
 
 @contextmanager
-def serve(bucket: str = "bucket") -> Iterator[str]:
-    """Address of a server that has `bucket`."""
+def serve() -> Iterator[str]:
+    """Address of a server that has a bucket named "bucket"."""
     logging.getLogger("werkzeug").disabled = True
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     try:
         address = "http://{}:{}".format(*server.get_host_and_port())
-        httpx.put(f"{address}/{bucket}", trust_env=False, timeout=60).raise_for_status()
+        httpx.put(f"{address}/bucket", trust_env=False, timeout=60).raise_for_status()
         yield address
     finally:
         server.stop()
-
-
-if __name__ == "__main__":
-    with serve(*sys.argv[1:]) as served:
-        sys.stdout.write(f"{served}\n")
-        sys.stdout.flush()
-        sys.stdin.read()

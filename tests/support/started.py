@@ -21,8 +21,8 @@ from distill.record.store import Store
 from sync.wire import Sampling, Want
 
 
-def begun(store: Store, prompts: PromptStream, rules: Rules, run: str = "r", seed: int = 0) -> Record:
-    return Record(store, prompts, resume(store.folder, Start(run, seed, rules, prompts), store.connection))
+def begun(store: Store, prompts: PromptStream, rules: Rules, seed: int = 0) -> Record:
+    return Record(store, prompts, resume(store.folder, Start("r", seed, rules, prompts), store.connection))
 
 
 def controlled(

@@ -93,7 +93,6 @@ async def played(
         await environment.end([name])
     [first, *more] = episode.sequences
     return {
-        "task": task,
         "prompt": first.prompt,
         "token_ids": first.token_ids,
         "own": first.own,

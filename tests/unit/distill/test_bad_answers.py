@@ -85,7 +85,7 @@ async def spoiled_run(
         ),
     )
     run.pool.retry_seconds = run.pool.poll_seconds = 0.02
-    scores = fetching({"t": teacher}, want, own)
+    scores = fetching(teacher, want, own)
     trainer = MemoryTrainer(SpoiledSession(run.session, spoiler), checkpoint_every=7, scores=scores)
     return await to_the_end(run, trainer), trainer, spoiler
 

@@ -452,7 +452,7 @@ async def by_reference(controller, config, **sections: Any) -> tuple[MemoryTrain
     """A run whose teacher keeps its scores, and whose trainer fetches them."""
     want, teacher = Want(topk=2, entropy=True, hidden=True), MemoryTeacher()
     run = controller(config(buffer={"scores": "reference"}, **sections), teachers={"t": teacher}, want=want)
-    scores = fetching({"t": teacher}, want)
+    scores = fetching(teacher, want)
     trainer = MemoryTrainer(run.session, ranks=2, checkpoint_every=2, step_seconds=1.0, scores=scores)
     return trainer, teacher, await to_the_end(run, trainer)
 
@@ -489,7 +489,7 @@ async def test_what_was_kept_before_teacher_and_controller_ended_is_scored_again
     want, teacher = Want(topk=2), MemoryTeacher()
     settings = config(buffer={"scores": "reference"}, run={"steps": 12})
     first = controller(settings, teachers={"t": teacher}, want=want)
-    trainer = MemoryTrainer(first.session, scores=fetching({"t": teacher}, want), checkpoint_every=4)
+    trainer = MemoryTrainer(first.session, scores=fetching(teacher, want), checkpoint_every=4)
     await killed_after(6, first, trainer)
     teacher.kept.clear()
     before = {*trainer.batches}

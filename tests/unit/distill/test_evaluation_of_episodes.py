@@ -15,6 +15,7 @@ from in_memory import MemoryReplica
 from distill.config.loading import validate
 from distill.controller import Controller
 from distill.evaluation.generation import GONE_SECONDS
+from distill.events import Stalled
 from distill.tasks.sort_letters import letter_tokenizer
 from sync.base.errors import DataError, RemoteError
 from sync.wire import Generated
@@ -185,7 +186,10 @@ async def test_a_replica_that_dies_between_turns_is_lost_and_another_plays_the_r
     assert not environment.games
 
 
+@pytest.mark.virtual_time
 async def test_a_slow_environment_is_no_stalled_replica(models: Path) -> None:
-    one = evaluator(models, GuessEnvironment(seconds=0.1))
-    one.pool._stall_timeout_seconds = 0.2
-    assert (await evaluated(one)).pass_rate == 1.0
+    run, stalled = evaluator(models, GuessEnvironment(seconds=5.0)), list[Stalled]()
+    run.pool._stall_timeout_seconds = 0.2
+    run.events.on(Stalled, stalled.append)
+    assert (await evaluated(run)).pass_rate == 1.0
+    assert stalled == []

@@ -17,9 +17,8 @@ from distill import tasks
 from distill.prompts.rewards import load_rewards, reward_source
 from distill.prompts.sources import TaskSource, open_prompts
 from distill.prompts.stream import Prompt
-from distill.tasks import TaskPrompt
-from distill.tasks import sort_letters as sort_letters
-from distill.tasks.sort_letters import EOS_ID, LETTERS, VOCABULARY, examples, is_held_out, letter_tokenizer
+from distill.tasks import TaskPrompt, is_held_out, sort_letters
+from distill.tasks.sort_letters import EOS_ID, LETTERS, VOCABULARY, examples, letter_tokenizer
 from distill.tasks.teaching import make_tokenizer
 from sync.base.errors import ConfigError, DataError
 

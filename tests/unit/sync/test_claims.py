@@ -6,8 +6,7 @@ from contextlib import AbstractContextManager
 
 import httpx
 import pytest
-from ports import PATIENCE, answering, client
-from raw_server import saying
+from ports import PATIENCE, answering, client, saying
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route

@@ -9,9 +9,8 @@ from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from ports import Handler, answering, refusing, served
+from ports import Handler, answering, refusing, saying, served
 from prometheus_client import CollectorRegistry
-from raw_server import saying
 
 from sync.base.errors import WrongServer
 from sync.wire.peers import Role, identify, wrong, wrong_among

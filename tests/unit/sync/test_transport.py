@@ -14,9 +14,8 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from ports import answering, silent
+from ports import answering, saying, silent
 from ports import client as plain
-from raw_server import saying
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
