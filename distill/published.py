@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
@@ -51,24 +50,28 @@ def listing(run_dir: Path) -> list[dict[str, Any]]:
     """Every published version, oldest first, then entries that cannot be used (with a "problem")."""
     config = load_run_dir(run_dir)
     contents = admin.ls(store_of(config, run_dir), config.run.name)
-    versions = [
-        {name: _plain(getattr(manifest, name)) for name in LISTED} | {"latest": version == contents.latest}
-        for version, manifest in contents.manifests.items()
-    ]
-    return [*versions, *map(_plain, contents.odd)]
+    versions = []
+    for version, manifest in contents.manifests.items():
+        figures = {name: getattr(manifest, name) for name in LISTED}
+        named = {name: str(value) for name, value in figures.items() if isinstance(value, Version)}
+        versions.append(figures | named | {"latest": version == contents.latest})
+    return [*versions, *_unusable(contents.odd)]
 
 
 def verification(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Read back each version as a replica would; its problem (None: whole)."""
     config = load_run_dir(run_dir)
-    return map(_plain, admin.verify(store_of(config, run_dir), config.run.name))
+    versions = admin.verify(store_of(config, run_dir), config.run.name)
+    return ({"version": version, "problem": problem} for version, problem in versions)
 
 
 def collection(run_dir: Path, grace_seconds: float, dry_run: bool) -> dict[str, Any]:
     """Remove what no reader needs, given weights.keep_anchors."""
     config = load_run_dir(run_dir)
     store, keep = store_of(config, run_dir), config.weights.keep_anchors
-    return _plain(admin.gc(store, config.run.name, keep, grace_seconds, dry_run=dry_run))
+    done = admin.gc(store, config.run.name, keep, grace_seconds, dry_run=dry_run)
+    kept, removed = ([str(version) for version in versions] for versions in (done.kept, done.removed))
+    return {"kept": kept, "removed": removed, "bytes": done.bytes, "odd": _unusable(done.odd)}
 
 
 def export_version(
@@ -142,10 +145,5 @@ def _explained(repo: str) -> Iterator[None]:
         raise RemoteError(f"{repo} cannot be uploaded: {why}; {remedy}") from error
 
 
-def _plain(value: Any) -> Any:
-    """As JSON; a version becomes its name."""
-    if isinstance(value, Version):
-        return str(value)
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+def _unusable(odd: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [{"name": name, "problem": problem} for name, problem in odd.items()]

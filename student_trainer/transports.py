@@ -54,7 +54,8 @@ from sync.base.retry import retrying
 from sync.weights.broadcast import BroadcastSender
 from sync.weights.buckets import BUCKET_BYTES, Part, Plan, nbytes
 from sync.weights.delta.codec import Bits
-from sync.weights.publish import Publisher, Slice
+from sync.weights.delta.file import Slice
+from sync.weights.publish import Publisher
 from sync.weights.snapshots.admin import Collected, gc
 from sync.weights.snapshots.checkpoint import BITS, TensorMeta
 from sync.weights.stores import open_store
@@ -164,7 +165,7 @@ def open_transport(
     sender = keeping = None
     if ranks.rank == 0:
         host, token = own_address(config.controller_url), token_from_environment()
-        sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device, token)
+        sender = BroadcastSender(host, settings.timeout_seconds, ranks.device, token)
     if snapshots is not None and config.keep_every is not None:
         keeping = Keeping(snapshots, config.keep_every, settings.publish_every, config.steps)
     return BroadcastTransport(sender, learner, client, keeping).stage
@@ -224,8 +225,8 @@ class SnapshotTransport:
     def _collect_garbage(self) -> None:
         """Remove what is superfluous; a later collection makes up for one that fails or is cut off."""
         try:
-            for odd in self._collect().odd:
-                log.warning("garbage collection left %s: %s", odd.name, odd.problem)
+            for name, problem in self._collect().odd.items():
+                log.warning("garbage collection left %s: %s", name, problem)
         except (StoreError, SnapshotError) as error:
             log.warning("the store was not collected: %s", error)
 

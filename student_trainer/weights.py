@@ -27,7 +27,7 @@ from student_trainer.expert_layers import Part, assembled, parts
 from student_trainer.ranks import Ranks, all_done
 from sync.base.errors import ConfigError
 from sync.weights.delta.codec import Bits, on_host
-from sync.weights.publish import Slice
+from sync.weights.delta.file import Slice
 from sync.weights.snapshots.checkpoint import let_others_read, model_fingerprint, tensor_digest
 
 DTYPES: Final = {torch.bfloat16: "bf16", torch.float32: "f4"}

@@ -22,6 +22,7 @@ LIGHT_MODULES = (
     *("distill.api", "distill.cli.main", "distill.config", "sync.wire", "sync.wire.client"),
     *("student_trainer.config", "student_trainer.deepspeed_json", "student_trainer.launch"),
     *("student_trainer.ledger", "student_trainer.objectives.config", "sync.base.tokenizers"),
+    *("sync.weights.publish", "sync.weights.subscribe", "sync.weights.snapshots.admin"),
     *("teacher_service.client", "teacher_service.config", "teacher_service.router"),
 )
 HEAVY_MODULES = ("torch", "transformers", "vllm", "deepspeed", "datasets", "matplotlib", "wandb", "numba")

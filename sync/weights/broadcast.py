@@ -94,17 +94,10 @@ class BroadcastSender:
     must hold too."""
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        timeout: float,
-        device: torch.device | str = "cpu",
-        token: str | None = None,
+        self, host: str, timeout: float, device: torch.device | str = "cpu", token: str | None = None
     ) -> None:
-        self._timeout = timedelta(seconds=timeout)
-        self._device = torch.device(device)
-        self._host = host
-        self._served = Served(host, port, token)
+        self._timeout, self._device, self._host = timedelta(seconds=timeout), torch.device(device), host
+        self._served = Served(host, token)
         self._group: Group | None = None  # of the last broadcast
 
     @property

@@ -42,8 +42,6 @@ from sync.weights.snapshots.manifest import (
 from sync.weights.stores import Store, read_small
 from sync.wire import Published, RunIdentity, Version
 
-__all__ = ["Publisher", "Slice"]
-
 logger = logging.getLogger(__name__)
 _POLL: Final = (0.005, 0.25)  # seconds between two looks for a receipt: first, longest
 _DEFAULTS: Final = WeightsConfig()

@@ -101,12 +101,12 @@ class Served:
     """The keys, in the sender's memory, and the server through which receivers reach them. Both live in the
     event loop of the blocking clients."""
 
-    def __init__(self, host: str, port: int, token: str | None) -> None:
+    def __init__(self, host: str, token: str | None) -> None:
         self._values: dict[str, bytes] = {}
         self._changed, self._closed, self._token = asyncio.Condition(), False, token
         routes = [Route("/v1/keys", self._answer, methods=["POST"])]
         app = application(None, routes, CollectorRegistry(), token or "", None)
-        listener = bind_alone(host, port)
+        listener = bind_alone(host, 0)
         listener.listen(128)  # every replica connects, all at once
         self.port = int(listener.getsockname()[1])
         self._server = guest_server(app)

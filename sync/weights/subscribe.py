@@ -48,7 +48,6 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 class Staged(NamedTuple):
     """A verified version in a slot."""
 
-    version: Version
     path: Path
     """Checkpoint folder; it stays as it is until `stage` is called after another promotion."""
     bytes_read: int
@@ -125,12 +124,12 @@ class Mirror:
         as it was, and the next call recovers.
         """
         if version == self.version and self.path is not None:
-            return Staged(version, self.path, 0)
+            return Staged(self.path, 0)
         read = 0
         if self._version_in(self._spare) != version:
             with self._writing():
                 read = self._bring_forward(version)
-        return Staged(version, self._folder / self._spare, read)
+        return Staged(self._folder / self._spare, read)
 
     def promote(self, version: Version) -> None:
         """Make the spare live; again changes nothing. Raises SnapshotError unless it holds `version`,

@@ -124,7 +124,10 @@ def _scale(raw_CV: torch.Tensor, expected_CV: torch.Tensor, cap: float | None, c
 def score_items(
     head: OutputHead, hidden_CH: torch.Tensor, items: Sequence[Item], options: ScoreOptions, chunk: int
 ) -> EngineScores:
-    """Scores of a batch from the hidden states of its scored positions, item after item, on any device."""
+    """Scores of a batch from the hidden states of its scored positions, item after item, on any device.
+
+    At most `chunk` rows of logits exist at once, on a CPU CPU_ROWS.
+    """
 
     def ids(parts: Sequence[Any]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device, non_blocking=True)
@@ -133,39 +136,24 @@ def score_items(
     hidden_CH = hidden_CH.to(device, non_blocking=True)
     targets_C = ids([item.token_ids_L[item.first :] for item in items])
     gather_CK = ids([item.gather_ids_TK for item in items]) if options.gather else None
-    scores = score_hidden(head, hidden_CH, targets_C, gather_CK, options, chunk)
+    parts, chunk = [], chunk if hidden_CH.is_cuda else min(chunk, CPU_ROWS)
+    for rows in (slice(first, first + chunk) for first in range(0, len(targets_C), chunk)):
+        logits_cV = head.logits(hidden_CH[rows])
+        if options.temperature != 1.0:
+            logits_cV /= options.temperature
+        gather_cK = None if gather_CK is None else gather_CK[rows]
+        parts.append(_scores_of(logits_cV, targets_C[rows], gather_cK, options))
+    scores = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if options.hidden:
         scores["hidden_CH"] = hidden_CH
     return EngineScores(**{name: to_numpy(value) for name, value in scores.items()})
 
 
-def score_hidden(
-    head: OutputHead,
-    hidden_CH: torch.Tensor,
-    targets_C: torch.Tensor,
-    gather_CK: torch.Tensor | None,
-    options: ScoreOptions,
-    chunk: int,
-) -> dict[str, torch.Tensor]:
-    """All scores except hidden states, under the names of `EngineScores`, on the device of `hidden_CH`.
-
-    At most `chunk` rows of logits exist at once, on a CPU CPU_ROWS.
-    """
-    parts = []
-    chunk = chunk if hidden_CH.is_cuda else min(chunk, CPU_ROWS)
-    for rows in (slice(first, first + chunk) for first in range(0, len(targets_C), chunk)):
-        gather_cK = None if gather_CK is None else gather_CK[rows]
-        logits_cV = head.logits(hidden_CH[rows])
-        if options.temperature != 1.0:
-            logits_cV /= options.temperature
-        parts.append(_scores_of(logits_cV, targets_C[rows], gather_cK, options))
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
 def _scores_of(
     logits_cV: torch.Tensor, targets_c: torch.Tensor, gather_cK: torch.Tensor | None, options: ScoreOptions
 ) -> dict[str, torch.Tensor]:
-    """Scores of one chunk from its float32 logits, which are overwritten."""
+    """Scores of one chunk but hidden states, by names of `EngineScores`, from its float32 logits, which are
+    overwritten."""
     norm_c = log_sum_exp(logits_cV)
     scores = {"logprob_C": logits_cV.gather(1, targets_c[:, None])[:, 0] - norm_c}
     if options.topk:

@@ -124,17 +124,6 @@ class Hub:
         ]
         return Starlette(routes=[Route(path, does, methods=[method]) for method, path, does in routes])
 
-    def flip(self, least: int) -> None:
-        """Change one stored byte in the middle of every xorb of at least `least` bytes.
-
-        Where that byte is content that could not be compressed, nobody on the way notices.
-        """
-        large = {name: xorb for name, xorb in self.xorbs.items() if len(xorb.body) >= least}
-        for name, xorb in large.items():
-            body = bytearray(xorb.body)
-            body[xorb.offsets[-1] // 2] ^= 1
-            self.xorbs[name] = xorb._replace(body=bytes(body))
-
     # --- the Xet store
 
     async def put_xorb(self, request: Request) -> Response:

@@ -24,7 +24,8 @@ def v(step: int, lineage: int = 0) -> Version:
 
 def follow(mirror: Mirror, version: Version) -> None:
     """Bring the mirror to a version."""
-    mirror.promote(mirror.stage(version).version)
+    mirror.stage(version)
+    mirror.promote(version)
     assert mirror.version == version
 
 

@@ -194,7 +194,7 @@ async def broadcast(
     weights = {name: tensor for name, tensor in checkpoint.read_folder(folder) if keep(name)}
     settings = folder / "adapter_config.json"
     plan = plan_of(weights, adapter_config=settings.read_text() if settings.is_file() else None)
-    sender, group = BroadcastSender("127.0.0.1", 0, timeout=BROADCAST_SECONDS, token=TOKEN), f"group-{step}"
+    sender, group = BroadcastSender("127.0.0.1", timeout=BROADCAST_SECONDS, token=TOKEN), f"group-{step}"
     ticket = wire.BroadcastTicket(sender.address, group, 1, 1 + workers)
     answer = asyncio.create_task(update(peer, step, broadcast=ticket))
     try:

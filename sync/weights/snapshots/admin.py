@@ -26,38 +26,18 @@ from sync.wire import Version
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Odd:
-    """An entry of the store that cannot be used; it is reported and left where it is."""
-
-    name: str
-    """Name of a version, a folder or a key; printable."""
-    problem: str
-
-
 @dataclass
 class Listing:
     """What a store holds of a run."""
 
     bare: list[Version]
     """Versions with files and without a manifest."""
-    odd: list[Odd]
+    odd: dict[str, str]
+    """Version, folder or key, printable → why it cannot be used; it is left where it is."""
     latest: Version | None
     """What LATEST named before the rest was read."""
     manifests: dict[Version, Manifest] = field(default_factory=dict)
-    """Oldest version first."""
-    unreadable: set[Version] = field(default_factory=set)
-    """Versions whose manifest cannot be read."""
-
-
-@dataclass(frozen=True)
-class Verified:
-    """Whether one version can be read back, byte for byte."""
-
-    version: Version | str
-    """A name where a folder has one that is no version's."""
-    problem: str | None
-    """Why it cannot; None: every file and every tensor of it is what the trainer had."""
+    """Of those that can be read, oldest version first."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +48,8 @@ class Collected:
     removed: list[Version]
     bytes: int
     """Freed; files without a manifest are not counted."""
-    odd: list[Odd] = field(default_factory=list)
-    """What could not be read or removed; nothing that may be built on it is removed."""
+    odd: dict[str, str] = field(default_factory=dict)
+    """What could not be read or removed, and why; nothing that may be built on it is removed."""
 
 
 def ls(store: Store, run: str) -> Listing:
@@ -78,26 +58,23 @@ def ls(store: Store, run: str) -> Listing:
     try:
         latest = read_latest(store, run)
     except (SnapshotError, StoreError) as error:
-        problem = Odd("LATEST", str(error))
+        problem = str(error)
     published, bare, odd = _folders(store, run)
-    listing = Listing(bare, odd + ([problem] if problem else []), latest)
+    listing = Listing(bare, odd if problem is None else odd | {"LATEST": problem}, latest)
     for version in published:
         try:
             listing.manifests[version] = read_manifest(store, run, version)
         except (SnapshotError, StoreError) as error:
-            listing.unreadable.add(version)
-            listing.odd.append(Odd(str(version), str(error)))
+            listing.odd[str(version)] = str(error)
     return listing
 
 
-def verify(store: Store, run: str, work: Path | None = None) -> Iterator[Verified]:
-    """Read every version as a replica would, oldest first. Takes room for two checkpoints in a temporary
-    folder inside `work` (None: the system's)."""
+def verify(store: Store, run: str) -> Iterator[tuple[str, str | None]]:
+    """Read every version as a replica would, oldest first: its name, and why it cannot be read back (None:
+    every file and every tensor of it is what the trainer had). Last come folders with a name that is no
+    version's. Takes room for two checkpoints in a temporary folder."""
     published, _, odd = _folders(store, run)
-    with (
-        tempfile.TemporaryDirectory(dir=work) as folder,
-        Mirror(Path(folder) / "mirror", store, run) as mirror,
-    ):
+    with tempfile.TemporaryDirectory() as folder, Mirror(Path(folder) / "mirror", store, run) as mirror:
         for version in published:
             problem = None
             try:
@@ -105,8 +82,8 @@ def verify(store: Store, run: str, work: Path | None = None) -> Iterator[Verifie
                 mirror.promote(version)
             except (SnapshotError, StoreError) as error:
                 problem = str(error)
-            yield Verified(version, problem)
-    yield from (Verified(folder.name, folder.problem) for folder in odd)
+            yield str(version), problem
+    yield from odd.items()
 
 
 def gc(
@@ -138,10 +115,10 @@ def gc(
     removed = [version for version in manifests if version not in needed]
     left = [version for version in listing.bare if listing.latest and version < listing.latest]
     removed += [version for version in left if not store.exists(manifest_key(run, version))]
-    odd = listing.odd + [Odd(ascii(key), problem) for key, problem in odd_leases.items()]
+    odd = listing.odd | {ascii(key): problem for key, problem in odd_leases.items()}
     if not dry_run:
         for version in removed:
-            odd += _remove(store, run, version)
+            odd |= _remove(store, run, version)
     freed = sum(manifests[version].bytes for version in removed if version in manifests)
     return Collected([version for version in manifests if version in needed], removed, freed, odd)
 
@@ -162,14 +139,14 @@ def export(store: Store, run: str, version: Version, folder: Path) -> None:
         shutil.move(staged.path, folder)
 
 
-def _folders(store: Store, run: str) -> tuple[list[Version], list[Version], list[Odd]]:
+def _folders(store: Store, run: str) -> tuple[list[Version], list[Version], dict[str, str]]:
     """Versions with a manifest, oldest first; those without; folders that look like versions and are none."""
     keys = [key.split("/") for key in store.list(f"{run}/L") if key.count("/") > 1]
     pairs = list(named(sorted({name for _, name, *_ in keys})))
     versions = sorted(version for _, version in pairs if version is not None)
     whole = {name for _, name, *rest in keys if rest == ["manifest.json"]}
     why = "it is no version's name, such as L000-v00000012: nothing here reads or removes it"
-    odd = [Odd(ascii(name), why) for name, version in pairs if version is None]
+    odd = {ascii(name): why for name, version in pairs if version is None}
     bare = [version for version in versions if str(version) not in whole]
     return [version for version in versions if str(version) in whole], bare, odd
 
@@ -179,20 +156,20 @@ def _needed(listing: Listing, keep_anchors: int, since: float) -> set[Version]:
     manifests = listing.manifests
     anchors = [version for version, manifest in manifests.items() if manifest.base is None]
     settled = sum(manifests[version].created <= since for version in anchors)
-    kept = set(anchors[max(0, settled - keep_anchors) :]) | listing.unreadable
+    kept = set(anchors[max(0, settled - keep_anchors) :])
     roots: dict[Version, Version] = {}  # of each chain; a base is older than what is built on it
     for version, manifest in manifests.items():
         roots[version] = version if manifest.base is None else roots.get(manifest.base, manifest.base)
-    return {version for version, root in roots.items() if root in kept}
+    return {version for version, root in roots.items() if root in kept or str(root) in listing.odd}
 
 
-def _remove(store: Store, run: str, version: Version) -> list[Odd]:
-    """Delete a version's manifest, then its files; what could not be deleted."""
-    odd = []
+def _remove(store: Store, run: str, version: Version) -> dict[str, str]:
+    """Delete a version's manifest, then its files; what could not be deleted, and why."""
+    odd = {}
     for key in [manifest_key(run, version), *store.list(f"{run}/{version}/")]:
         try:
             store.delete(key)
         except StoreError as error:
-            odd.append(Odd(ascii(key), str(error)))
+            odd[ascii(key)] = str(error)
     logger.info("removed %s of run %s", version, run)
     return odd

@@ -146,15 +146,8 @@ def _wrong_files(manifest: Manifest) -> str | None:
     if manifest.kind == "delta":
         if len(keys) > _MOST_RANKS:
             return f"names {len(keys)} files, a delta has one of each rank and at most {_MOST_RANKS}"
-        ranks = [f"delta-{rank:05d}.bin" for rank in range(len(keys))]
-        return next(
-            (
-                f"names {key!r} in the place of {rank}"
-                for key, rank in zip(keys, ranks, strict=True)
-                if key != rank
-            ),
-            None,
-        )
+        ranks = zip(keys, (f"delta-{rank:05d}.bin" for rank in range(len(keys))), strict=True)
+        return next((f"names {key!r} in the place of {name}" for key, name in ranks if key != name), None)
     return next((f"names {key!r}: {why}" for key in keys if (why := refused(key)) is not None), None)
 
 

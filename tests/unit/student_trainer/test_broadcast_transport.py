@@ -22,7 +22,7 @@ from student_trainer.ranks import Ranks
 from student_trainer.transports import BroadcastTransport, Gathering, Keeping, Publishing, metas_of
 from sync.base.errors import ConfigError, SnapshotError, StoreError, Unreachable
 from sync.weights.broadcast import BroadcastSender, Receiver, Reception
-from sync.weights.publish import Slice
+from sync.weights.delta.file import Slice
 from sync.wire import Audience, BroadcastTicket, Published, Version
 from sync.wire.client import BlockingPeer
 
@@ -67,7 +67,7 @@ class Listeners(RecordedClient):
 
 @pytest.fixture
 def sender() -> Iterator[BroadcastSender]:
-    with closing(BroadcastSender("127.0.0.1", 0, timeout=3600.0)) as sender:
+    with closing(BroadcastSender("127.0.0.1", timeout=3600.0)) as sender:
         yield sender
 
 

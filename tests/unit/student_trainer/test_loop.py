@@ -27,7 +27,7 @@ from student_trainer.transports import Publishing, SnapshotTransport
 from sync import wire
 from sync.base import durable
 from sync.base.errors import DataError, RemoteError, StoreError, Unreachable
-from sync.weights.snapshots.admin import Collected, Odd
+from sync.weights.snapshots.admin import Collected
 from sync.wire import Published, StepReport, Stop, TrainBatch, Version, Wait, pack
 
 OVER = Stop(reason="over", checkpoint=False)
@@ -504,7 +504,7 @@ def test_other_errors_of_a_publication_end_the_run(tmp_path: Path) -> None:
 
 
 def test_what_garbage_collection_leaves_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    left = Collected([], [], 0, [Odd("L000-v00000001", "is damaged")])
+    left = Collected([], [], 0, {"L000-v00000001": "is damaged"})
     go(to_a_store(tmp_path, FakePublisher(), collect=lambda: left), 0)
     for thread in threading.enumerate():
         if thread.name == "collect":

@@ -29,7 +29,8 @@ from student_trainer.ranks import Ranks
 from student_trainer.weights import BLOCK, Weights, block_sums, checksum, copy_of, layout, shape_of
 from sync.base import durable
 from sync.base.errors import ConfigError
-from sync.weights.publish import Publisher, Slice
+from sync.weights.delta.file import Slice
+from sync.weights.publish import Publisher
 from sync.weights.snapshots.checkpoint import bits, fingerprint, tensors
 from sync.wire import RunIdentity, Version
 from sync.wire.head import HeadShape

@@ -47,7 +47,7 @@ def all_closed():
 
 
 def open_sender(timeout: float = PATIENCE, device: str = "cpu", token: str | None = None) -> BroadcastSender:
-    return OPEN.enter_context(closing(BroadcastSender("127.0.0.1", 0, timeout, device, token=token)))
+    return OPEN.enter_context(closing(BroadcastSender("127.0.0.1", timeout, device, token=token)))
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def send(
 
 def test_a_member_waits_for_the_senders_word_as_long_as_the_sender_answers():
     """A slow second member must not cost the first, which the sender counts as there already."""
-    served = rendezvous.Served("127.0.0.1", 0, None)
+    served = rendezvous.Served("127.0.0.1", None)
     meeting = rendezvous.Meeting(served.ask, "group", timedelta(0))
     slow = threading.Timer(1.5, meeting.set, ("go", "formed"))
     with pytest.raises(RuntimeError, match="go did not come within 0 s"):
@@ -203,7 +203,7 @@ from flat_tensors import buckets_of, plan_of
 import torch
 from sync.weights.broadcast import BroadcastSender
 from sync.wire import Audience
-sender, weights = BroadcastSender("127.0.0.1", 0, timeout=3600.0), {"w": torch.ones(8)}
+sender, weights = BroadcastSender("127.0.0.1", timeout=3600.0), {"w": torch.ones(8)}
 print(sender.address, flush=True)
 plan = plan_of(weights)
 sender.send(Audience(group="g", world_size=3), plan, buckets_of(plan, weights))

@@ -70,7 +70,7 @@ class Request:
         self.futures = self._context.__enter__()
 
     async def done(self) -> None:
-        await asyncio.wait_for(asyncio.wait(self.futures), 60)
+        await asyncio.wait(self.futures)
 
     @property
     def outcomes(self) -> list[Outcome]:

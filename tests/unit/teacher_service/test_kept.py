@@ -54,15 +54,21 @@ def test_a_body_larger_than_the_memory_is_kept_on_disk_and_read_to_its_end_once_
     assert kept.open(one.key) is None
 
 
-def test_without_room_for_a_temporary_folder_the_oldest_are_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("folder", [None, "file/kept"], ids=["a temporary folder", "its own"])
+def test_a_disk_that_cannot_be_written_costs_the_oldest_and_nothing_else(
+    folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
-    kept = store(None, 10, 1 << 30)
-    keys = [kept.put([bytes(10)]).key for _ in range(2)]
-    assert [read(kept, key) for key in keys] == [None, bytes(10)]
+    kept = store(folder and tmp_path / folder, 10, 1 << 30)
+    keys = [kept.put([bytes(10)]).key for _ in range(3)]
+    assert [read(kept, key) for key in keys] == [None, None, bytes(10)]
     kept.close()
+
+
+def test_a_temporary_folder_is_for_its_owner_alone_and_goes_with_what_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     key = (kept := store(None, 0, 1 << 30)).put([bytes(10)]).key
     (folder,) = tmp_path.glob("distill-scores-*")
@@ -70,13 +76,6 @@ def test_without_room_for_a_temporary_folder_the_oldest_are_dropped(
     assert folder.stat().st_mode & 0o777 == 0o700
     kept.close()
     assert not folder.exists()
-
-
-def test_a_disk_that_cannot_be_written_costs_the_oldest_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    kept = store(tmp_path / "file" / "kept", 10, 1 << 30)
-    keys = [kept.put([bytes(10)]).key for _ in range(3)]
-    assert [read(kept, key) is None for key in keys] == [True, True, False]
 
 
 def test_another_start_answers_no_key_of_this_one_and_clears_its_files(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def test_a_good_sequence_keeps_its_ids_and_is_scored_from_its_start_or_its_secon
     for prompt, first in ((False, 2), (True, 1)):
         item = admit(GOOD, Want(prompt=prompt), INFO)
         assert (item.token_ids_L.tolist(), item.first, item.positions) == ([1, 2, 3, 4], first, 4 - first)
+    check_score(ScoreRequest(sequences=[GOOD]), SAMPLED_ONLY)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,8 @@ def test_a_bad_sequence_is_refused_with_its_value_and_rule(sequence: ScoreSequen
         (ScoreRequest(sequences=[GOOD], want=Want(hidden=True)), SAMPLED_ONLY, "cannot give 'hidden'"),
         (ScoreRequest(sequences=[GOOD], want=Want(prompt=True)), SAMPLED_ONLY, "cannot give 'prompt'"),
         (ScoreRequest(sequences=[changed(gather_ids=ids(1))]), SAMPLED_ONLY, "cannot give 'gather'"),
+        (ScoreRequest(sequences=[GOOD], want=Want(temperature=0.7)), INFO, "cannot give 'temperature'"),
+        (ScoreRequest(sequences=[GOOD], want=Want(temperature=0.0)), INFO, "is 0.0, it must be >= 0.001"),
     ],
 )
 def test_what_a_teacher_cannot_do_is_refused_as_a_whole(
