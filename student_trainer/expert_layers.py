@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -110,19 +111,27 @@ def _of_layer(prefix: str, layer: Any, family: Any) -> dict[str, Part]:
     return {prefix + name: part for name, part in by_name.items()}
 
 
-def assembled(shards: Iterable[tuple[Tensor, Part]], first_rank: bool) -> Tensor:
-    """The source of parameters whose own experts are given whole: in host memory on rank 0, else empty.
+def gathered(parameter: Tensor) -> AbstractContextManager[Any]:
+    """The parameter whole on every rank that has a part of it, for reading."""
+    if not hasattr(parameter, "ds_tensor"):
+        return nullcontext()
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    Collective: tensors may be made while they are iterated over.
-    """
+    return GatheredParameters([parameter])
+
+
+def assembled(shards: Iterable[tuple[Tensor, Part]], first_rank: bool) -> Tensor:
+    """The source of these parameters: in host memory on rank 0, else empty. Collective."""
     source: Tensor | None = None
-    for shard, part in shards:
+    for parameter, part in shards:
         ranks = dist.get_process_group_ranks(part.group)
-        every = [torch.empty_like(shard) for _ in ranks] if dist.get_rank() == ranks[0] else None
-        dist.gather(shard.contiguous(), every, dst=ranks[0], group=part.group)
-        if not first_rank:
-            source = shard[:0].cpu()
-            continue
+        with gathered(parameter):
+            shard = parameter.detach().contiguous()
+            every = [torch.empty_like(shard) for _ in ranks] if dist.get_rank() == ranks[0] else None
+            dist.gather(shard, every, dst=ranks[0], group=part.group)
+            if not first_rank:
+                source = shard[:0].cpu()
+                continue
         if source is None:
             source = torch.empty(part.shape, dtype=shard.dtype)
         rows = slice(part.row, part.row + part.own[1])

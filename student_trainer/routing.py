@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -138,46 +136,53 @@ def replayed(routed: Routers, routes_SMK: Tensor) -> Iterator[None]:
     """
     check_routes(routed, routes_SMK)
     before = [vars(module).get("forward") for module in routed.values()]
-    replay = _Replay(unused=set(routed))
-    for (name, module), routes_SK in zip(routed.items(), routes_SMK.unbind(1), strict=True):
+    pairs = zip(routed.items(), routes_SMK.unbind(1), strict=True)
+    replays = [_Replay(*router, routes_SK) for router, routes_SK in pairs]
+    for module, replay in zip(routed.values(), replays, strict=True):
         # an attribute of the instance: hooks, which gather a partitioned weight, run around it as before
-        module.forward = partial(replay.forward, name, module, routes_SK, module.forward)
+        module.forward = replay.forward
     try:
         yield
     finally:
-        replay.over = True
-        for module, forward in zip(routed.values(), before, strict=True):
+        for module, replay, forward in zip(routed.values(), replays, before, strict=True):
+            replay.over = True
             del module.forward
             if forward is not None:
                 module.forward = forward
-    if replay.unused:
+    if unused := sorted(replay.name for replay in replays if not replay.ran):
         raise DataError(
-            f"routes were given to {sorted(replay.unused)[0]}, which did not run: another implementation of "
-            "its layer chose the experts; train this family without replay"
+            f"routes were given to {unused[0]}, which did not run: another implementation of its layer chose "
+            "the experts; train this family without replay"
         )
 
 
-@dataclass
-class _Replay:
-    """One use of `replayed`."""
+class _Replay(TorchFunctionMode):
+    """One router in one use of `replayed`: while it runs, its topk over experts gives the recorded ones; that
+    over groups, their groups.
 
-    unused: set[str]
-    """Names of routers that did not run so far."""
-    over: bool = False
+    The groups matter to a family that takes its weights from scores without those of other groups
+    (DeepSeek-V2): a recorded expert of a group that is not among the live ones would weigh nothing.
+    """
 
-    def forward(
-        self, name: str, module: Any, routes_SK: Tensor, live: Callable[..., Any], *args: Any, **options: Any
-    ) -> Any:
-        """What `live`, the router's own forward, gives when its topk is answered with `routes_SK`."""
-        kind = type(module).__name__
-        with _AnswerTopk(name, module, routes_SK) as mode:
-            result = live(*args, **options)
-        if mode.answers != 1:
+    def __init__(self, name: str, module: Any, routes_SK: Tensor) -> None:
+        super().__init__()
+        self.name, self.ran, self.over = name, False, False
+        self._module, self._live, self._routes_SK = module, module.forward, routes_SK
+        self._groups = int(getattr(module, "num_group", None) or 1)
+        self._answers = 0
+        """How often the experts were asked for, in the newest run."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """What the router's own forward gives when its topk is answered with the routes."""
+        kind, self._answers = type(self._module).__name__, 0
+        with self:
+            result = self._live(*args, **options)
+        if self._answers != 1:
             raise ConfigError(
-                f"routing replay: {kind} at {name} chose its experts by {mode.answers} calls of topk, not by "
-                "one: train this family without replay"
+                f"routing replay: {kind} at {self.name} chose its experts by {self._answers} calls of topk, "
+                "not by one: train this family without replay"
             )
-        self.unused.discard(name)
+        self.ran = True
         weights_SK = result[0 if kind == SHARED else 1]
         if weights_SK.requires_grad:
             weights_SK.register_hook(self._in_time)
@@ -186,21 +191,6 @@ class _Replay:
     def _in_time(self, _: Tensor) -> None:
         if self.over:
             raise DataError("the backward pass ran after its routes were taken away: keep them until it ends")
-
-
-class _AnswerTopk(TorchFunctionMode):
-    """While a router runs, its topk over experts gives the recorded ones; that over groups, their groups.
-
-    The groups matter to a family that takes its weights from scores without those of other groups
-    (DeepSeek-V2): a recorded expert of a group that is not among the live ones would weigh nothing.
-    """
-
-    def __init__(self, name: str, module: Any, routes_SK: Tensor) -> None:
-        super().__init__()
-        self._name, self._module, self._routes_SK = name, module, routes_SK
-        self._groups = int(getattr(module, "num_group", None) or 1)
-        self.answers = 0
-        """How often the experts were asked for."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -214,12 +204,12 @@ class _AnswerTopk(TorchFunctionMode):
             return result
         if len(live) != len(self._routes_SK):
             raise DataError(
-                f"{self._name} routes {len(live)} tokens, and routes of {len(self._routes_SK)} were "
+                f"{self.name} routes {len(live)} tokens, and routes of {len(self._routes_SK)} were "
                 "given: lay them out for this forward pass"
             )
         routes_SK = self._routes_SK.to(live)
         if of_experts:
-            self.answers += 1
+            self._answers += 1
             ids = torch.where(routes_SK == LIVE, live, routes_SK)
         else:
             ids = self._groups_of(routes_SK, live)

@@ -146,7 +146,7 @@ def open_transport(
 ) -> Transport:
     """The configured way for new versions: by the store, or by broadcasts, beside which some go there too."""
     settings, ranks, weights = config.weights, learner.ranks, learner.weights
-    broadcasts, snapshots = settings.transport == "broadcast", None
+    broadcasts, keeping = settings.transport == "broadcast", None
     if not broadcasts or config.keep_every is not None:
         store = open_store(settings.store, config.run_dir / "store")
         publisher = Publisher(
@@ -160,14 +160,13 @@ def open_transport(
         )
         scratch, collect = config.run_dir / "anchors", partial(gc, store, config.run, settings.keep_anchors)
         snapshots = SnapshotTransport(publisher, learner, client, scratch, welcome.parent, collect)
-        if not broadcasts:
+        if not broadcasts or config.keep_every is None:
             return snapshots.stage
-    sender = keeping = None
+        keeping = Keeping(snapshots, config.keep_every, settings.publish_every, config.steps)
+    sender = None
     if ranks.rank == 0:
         host, token = own_address(config.controller_url), token_from_environment()
         sender = BroadcastSender(host, settings.timeout_seconds, ranks.device, token)
-    if snapshots is not None and config.keep_every is not None:
-        keeping = Keeping(snapshots, config.keep_every, settings.publish_every, config.steps)
     return BroadcastTransport(sender, learner, client, keeping).stage
 
 
@@ -269,7 +268,6 @@ class BroadcastTransport:
         self._sender, self._learner, self._client = sender, learner, client
         self._keeping = keeping
         self._kept: Version | None = None  # the newest version that went to the store, or failed there
-        self._owed = False  # it failed
         weights = learner.weights
         self._gathering = Gathering(learner.ranks, weights.slices, adapter_config=weights.adapter_config)
 
@@ -290,10 +288,8 @@ class BroadcastTransport:
                     self._send(self._sender, version, shards)
             finally:
                 if keep is not None:
-                    self._owed = True
                     keep()
-                    self._owed = False
-            return self._owed  # else nothing that comes later builds on it
+            return False  # nothing that comes later builds on it
 
         return work
 

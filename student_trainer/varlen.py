@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
@@ -60,15 +60,7 @@ class PackedRows:
     lengths: tuple[int, ...]
     """Tokens of each, at least 1."""
     modules: set[int] = field(default_factory=set)
-    """`id` of every module that computed its attention row by row; filled by the functions of this file."""
-    grouped: dict[torch.device, Groups] = field(default_factory=dict, compare=False)
-    """Filled by `groups`."""
-
-    def groups(self, device: torch.device) -> Groups:
-        """Placed on `device`, once for all layers."""
-        if device not in self.grouped:
-            self.grouped[device] = _groups(self.lengths, device)
-        return self.grouped[device]
+    """`id` of every module that computed its attention row by row; filled by `row_attention`."""
 
     def positions(self) -> Tensor:
         """int64 [1, S]: place of every token in its row."""
@@ -88,7 +80,9 @@ class PackedRows:
         }
 
 
-def _groups(lengths: tuple[int, ...], device: torch.device) -> Groups:
+@lru_cache(1)
+def groups_of(lengths: tuple[int, ...], device: torch.device) -> Groups:
+    """Of rows that lie end to end; those of the newest micro-batch are kept, for all layers."""
     begins = np.cumsum((0, *lengths))
     sizes, sources, home_S, at = [], list[np.ndarray](), np.empty(begins[-1], np.int64), 0
     for length, rows in _together(lengths):
@@ -194,7 +188,7 @@ def row_attention(
         by_rows = _by_sdpa
     if packed_rows is None:
         return by_rows(*states, window, scaling).transpose(1, 2).contiguous(), None
-    groups = packed_rows.groups(query_BHSD.device)
+    groups = groups_of(packed_rows.lengths, query_BHSD.device)
     return _by_groups(groups, states, partial(by_rows, window=window, scale=scaling)), None
 
 

@@ -8,7 +8,6 @@ a parameter that fuses several checkpoint tensors is cut where they meet (`layou
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -23,7 +22,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from student_trainer.expert_layers import Part, assembled, parts
+from student_trainer.expert_layers import Part, assembled, gathered, parts
 from student_trainer.ranks import Ranks, all_done
 from sync.base.errors import ConfigError
 from sync.weights.delta.codec import Bits, on_host
@@ -104,36 +103,26 @@ class Weights:
 
         Collective: use it up.
         """
-
-        def gathered(shards: list[tuple[Tensor, Part]]) -> Iterator[tuple[Tensor, Part]]:
-            for parameter, part in shards:
-                with _gathered(parameter):
-                    yield parameter.detach(), part
-
         shared: dict[str, list[tuple[Tensor, Part]]] = {}
         for name, parameter in self.parameters.items():
             part = self._parts[name]
             if part.group is not None:
                 shared.setdefault(part.source, []).append((parameter, part))
                 continue
-            with _gathered(parameter):
+            with gathered(parameter):
                 data = parameter.detach() if self._ranks.rank == 0 else parameter.detach()[:0]
                 tensor = data.to("cpu", copy=True)
             yield part.source, tensor
         for source, shards in shared.items():
-            yield source, assembled(gathered(shards), self._ranks.rank == 0)
-
-    def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Every checkpoint tensor: whole, in host memory, on rank 0, else empty. Collective: use it up."""
-        for name, tensor in self._whole_parameters():
-            flat = tensor.flatten()
-            for piece in self.pieces[name]:
-                part = flat[piece.start : piece.start + piece.count]
-                yield piece.name, part.view(piece.shape) if self._ranks.rank == 0 else part
+            yield source, assembled(shards, self._ranks.rank == 0)
 
     def digests(self) -> dict[str, str]:
         """Checkpoint tensor → BLAKE3 hex of its bytes; on rank 0, elsewhere empty. Collective."""
-        return {name: tensor_digest(tensor) for name, tensor in self.gathered() if self._ranks.rank == 0}
+        digests: dict[str, str] = {}
+        for name, tensor in self._whole_parameters():
+            flat, pieces = tensor.flatten(), self.pieces[name] if self._ranks.rank == 0 else []
+            digests |= {p.name: tensor_digest(flat[p.start : p.start + p.count]) for p in pieces}
+        return digests
 
     def checksum(self) -> str:
         """Checksum of this rank's shards without their padding, computed where they lie. No collective."""
@@ -194,15 +183,6 @@ def _local(parameter: Tensor) -> Tensor:
     """Flat elements that this rank holds, padding included."""
     shard = getattr(parameter, "ds_tensor", None)
     return parameter.detach().flatten() if shard is None else shard
-
-
-def _gathered(parameter: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """The parameter whole on every rank, for reading."""
-    if not hasattr(parameter, "ds_tensor"):
-        return contextlib.nullcontext()
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
-    return GatheredParameters([parameter])
 
 
 # --- where checkpoint tensors lie in parameters ------------------------------------------------------------

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from student_trainer.ranks import Ranks
 from student_trainer.varlen import replace_attention
 from sync.wire import Array, Rows, pack
 
+T = TypeVar("T")
 VOCAB, PADDED = 21, 24
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -69,6 +71,13 @@ class PlainEngine:
         return float(torch.cat([g.flatten() for g in self.gradients]).norm())
 
 
+def zero_shards(whole: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """What ZeRO-3 gives to each of `ranks`; the padding is not zero, for nobody may look at it."""
+    length = -(-whole.numel() // ranks)
+    padding = (0, length * ranks - whole.numel())
+    return list(torch.nn.functional.pad(whole.detach().flatten(), padding, value=-1.0).split(length))
+
+
 def flat_rows(
     ids: Sequence[str], prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], **arrays: Any
 ) -> Rows:
@@ -85,33 +94,33 @@ def flat_rows(
     return Rows(ids=[*ids], **(given | arrays))
 
 
-class Meeting:
-    """Where ranks that are threads of this process exchange what each brings."""
-
-    def __init__(self, world_size: int) -> None:
-        self._brought: list[Any] = [None] * world_size
-        self._all = threading.Barrier(world_size, timeout=600)
-
-    def exchange(self, rank: int, what: Any) -> list[Any]:
-        self._brought[rank] = what
-        self._all.wait()
-        found = list(self._brought)
-        self._all.wait()
-        return found
-
-
 @dataclass(frozen=True)
 class Together(Ranks):
-    meeting: Meeting
+    """One of the ranks that are threads of this process."""
+
+    brought: list[Any]
+    """What each of them has brought to the exchange."""
+    all_here: threading.Barrier
+
+    def _exchange(self, what: Any) -> list[Any]:
+        self.brought[self.rank] = what
+        self.all_here.wait()
+        found = list(self.brought)
+        self.all_here.wait()
+        return found
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.meeting.exchange(self.rank, values.double()))
+        return torch.stack(self._exchange(values.double()))
 
     def collect(self, body: bytes) -> list[bytes]:
-        return self.meeting.exchange(self.rank, body)
-
-    def broadcast(self, body: bytes | None) -> bytes:
-        return bytes(self.meeting.exchange(self.rank, body)[0])
+        return self._exchange(body)
 
     def barrier(self) -> None:
-        self.meeting.exchange(self.rank, None)
+        self._exchange(None)
+
+
+def by_two_ranks(work: Callable[[Ranks], T]) -> list[T]:
+    """What each of two ranks makes of it."""
+    where = torch.device("cpu"), [None] * 2, threading.Barrier(2, timeout=600)
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(work, [Together(rank, 2, *where) for rank in (0, 1)]))

@@ -1,4 +1,4 @@
-"""What stands around a trainer's loop, in memory: a controller, a student, a way to publish."""
+"""What stands around a trainer's loop, in memory: a controller, a student."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from plain_step import ALONE
 
 from student_trainer.engine import after
-from student_trainer.transports import Transport, Work
-from sync.wire import Audience, Message, Published, Stop, TrainBatch, Version, Wait
+from sync.wire import Message, Stop, TrainBatch, Version, Wait
 
 
 class RecordedClient:
@@ -38,13 +37,6 @@ class RecordedClient:
     def confirm(self, version: Version) -> None:
         """Nobody was rolled back."""
 
-    def audience(self, published: Published) -> Audience:
-        self.reported.append(published)
-        return Audience(group="", world_size=1)
-
-    def lost(self, group: str) -> str | None:
-        return None
-
     def close(self, seconds: float | None = None) -> None:
         """Nothing to wait for."""
 
@@ -57,7 +49,6 @@ class RecordedLearner:
         self.version, self.ranks = Version(0, 0), ALONE
         self.weights = SimpleNamespace(
             adapters=adapters,
-            adapter_config="{}" if adapters else None,
             snapshot=dict,
             checksum=lambda: "weights",
             digests=lambda: {"a": "digest"},
@@ -77,13 +68,3 @@ class RecordedLearner:
 
     def export(self, folder: Path) -> None:
         folder.mkdir(parents=True)
-
-
-def recorded_transport(lines: list[str]) -> Transport:
-    """A transport to nowhere that notes every publication in `lines`."""
-
-    def stage(version: Version, anchor: bool) -> Work:
-        lines.append(f"publish {version.step}")
-        return lambda: False
-
-    return stage

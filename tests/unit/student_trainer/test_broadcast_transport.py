@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from student_trainer import controller_client as module
 from student_trainer.controller_client import ControllerClient
 from student_trainer.ranks import Ranks
 from student_trainer.transports import BroadcastTransport, Gathering, Keeping, Publishing, metas_of
+from student_trainer.weights import DTYPES, copy_of
 from sync.base.errors import ConfigError, SnapshotError, StoreError, Unreachable
 from sync.weights.broadcast import BroadcastSender, Receiver, Reception
 from sync.weights.delta.file import Slice
@@ -39,11 +39,8 @@ class TwoTensors(RecordedLearner):
 
     slices = (Slice("a", (5,), "f4", 0, 5), Slice("b", (2, 2), "bf16", 0, 4))
 
-    def snapshot(self) -> dict[str, np.ndarray]:
-        return {
-            "a": TENSORS["a"].numpy().view(np.uint32),
-            "b": TENSORS["b"].flatten().view(torch.int16).numpy().view(np.uint16),
-        }
+    def snapshot(self) -> dict[str, Any]:
+        return {name: copy_of(tensor.flatten()) for name, tensor in TENSORS.items()}
 
 
 class Listeners(RecordedClient):
@@ -224,22 +221,16 @@ HELD = [
 """First element and count of each, by rank."""
 BUCKET_BYTES = 64
 PLAN = plan_of(WEIGHTS, BUCKET_BYTES)
-KINDS = {torch.float32: ("f4", np.uint32, torch.int32), torch.bfloat16: ("bf16", np.uint16, torch.int16)}
 
 
 def slices(rank: int) -> list[Slice]:
-    shapes = {name: (tuple(one.shape), KINDS[one.dtype][0]) for name, one in WEIGHTS.items()}
-    return [Slice(name, *shapes[name], *held) for name, held in HELD[rank].items()]
+    whole = {name: (tuple(tensor.shape), DTYPES[tensor.dtype]) for name, tensor in WEIGHTS.items()}
+    return [Slice(name, *whole[name], *held) for name, held in HELD[rank].items()]
 
 
-def bits_of(part: torch.Tensor) -> np.ndarray:
-    _, bits, signed = KINDS[part.dtype]
-    return part.view(signed).numpy().view(bits)
-
-
-def shards(rank: int) -> dict[str, np.ndarray]:
+def shards(rank: int) -> dict[str, Any]:
     held = HELD[rank].items()
-    return {name: bits_of(WEIGHTS[name].flatten()[start : start + count]) for name, (start, count) in held}
+    return {name: copy_of(WEIGHTS[name].flatten()[start : start + count]) for name, (start, count) in held}
 
 
 def joined(rank: int, meeting: str) -> Gathering:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plain_step import ALONE
+from plain_step import ALONE, zero_shards
 from routed_models import BY_RANKS, CHOSEN, EXPERTS, build, gradients, live_routes, loss_of
 from torch import Tensor
 
@@ -123,24 +123,21 @@ def test_a_checkpoint_tensor_with_gate_and_up_of_an_expert_is_no_range_of_either
 
 
 def partitioned(student: Student, rank: int) -> Ranks:
-    """Shards of rank `rank` of four, two of which share the experts: padded, as ZeRO-3 cuts them."""
+    """Shards of rank `rank` of four, two of which share the experts."""
     for layer in autoep_layers(student):
         layer.ep_group = object()
     shared = parts(student.model)
     for name, parameter in student.model.named_parameters():
         part = shared.get(name)
         position, count = (rank // 2, 2) if part is not None and part.group is not None else (rank, 4)
-        length = -(-parameter.numel() // count)
-        padding = length * count - parameter.numel()
-        flat = torch.nn.functional.pad(parameter.detach().flatten(), (0, padding), value=9.0)
-        parameter.ds_tensor, parameter.ds_shape = flat.split(length)[position], parameter.shape
-        parameter.ds_zero_partition_rank = position
+        parameter.ds_tensor = zero_shards(parameter, count)[position]
+        parameter.ds_shape, parameter.ds_zero_partition_rank = parameter.shape, position
     return Ranks(rank, 4, torch.device("cpu"))
 
 
 @every_shared
 def test_shards_of_four_ranks_tile_the_saved_checkpoint_bit_for_bit(family: str) -> None:
-    plain = Weights(student_of(family).model, ALONE)
+    plain = Weights(build(family), ALONE)
     wanted = plain.snapshot()
     seen = {name: np.zeros(len(flat), int) for name, flat in wanted.items()}
     for rank in range(4):

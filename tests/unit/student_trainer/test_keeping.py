@@ -10,7 +10,6 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 from disks import noted, power_cut
-from plain_step import ALONE, Meeting, Together
+from plain_step import ALONE, by_two_ranks
 
 from student_trainer import checkpoint
 from student_trainer import checkpoint_files as files
-from student_trainer import ranks as room
 from student_trainer.checkpoint_files import Index
 from student_trainer.ledger import Ledger, read, repeated
+from student_trainer.ranks import Ranks, all_done
 from sync.base import durable
 from sync.base.errors import DataError
 from sync.wire import Version
@@ -184,23 +183,23 @@ def test_every_rank_digests_its_own_files_when_saving_and_when_resuming(
         return real(path)
 
     monkeypatch.setattr(files, "digest", noting)
-    meeting, names = Meeting(2), [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
-    ranks = [Together(rank, 2, torch.device("cpu"), meeting) for rank in (0, 1)]
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
 
-    def work(one: Together) -> Path | None:
+    def saved_and_found(one: Ranks) -> Path | None:
         threading.current_thread().name = f"rank {one.rank}"
         checkpoint.save(FileEngine(file=names[one.rank]), tmp_path, Index(BEFORE, 2, "print"), one, 2)
         return checkpoint.find(tmp_path, one)[0]
 
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(work, ranks)) == [tmp_path / BEFORE] * 2
-        shares = {("rank 0", "script.py"), ("rank 0", names[0]), ("rank 1", names[1])}
-        assert Counter(digested) == dict.fromkeys(shares, 2)
-        file = tmp_path / BEFORE / "deepspeed" / names[1]
-        file.write_bytes(bytes(len(file.read_bytes())))
-        for told in [threads.submit(checkpoint.find, tmp_path, one) for one in ranks]:
-            with pytest.raises(DataError, match=rf"is whole \(.*{names[1]} was altered"):
-                told.result()
+    def refused(one: Ranks) -> None:
+        with pytest.raises(DataError, match=rf"is whole \(.*{names[1]} was altered"):
+            checkpoint.find(tmp_path, one)
+
+    assert by_two_ranks(saved_and_found) == [tmp_path / BEFORE] * 2
+    shares = {("rank 0", "script.py"), ("rank 0", names[0]), ("rank 1", names[1])}
+    assert Counter(digested) == dict.fromkeys(shares, 2)
+    file = tmp_path / BEFORE / "deepspeed" / names[1]
+    file.write_bytes(bytes(len(file.read_bytes())))
+    by_two_ranks(refused)
 
 
 def test_a_version_that_is_whole_on_disk_is_never_removed_to_save_it_again(tmp_path: Path) -> None:
@@ -307,8 +306,7 @@ def test_a_line_that_found_no_room_is_written_when_there_is_and_those_of_other_r
 ) -> None:
     monkeypatch.setattr(durable, "time", SimpleNamespace(sleep=lambda _: None))
     ledgers = [Ledger(tmp_path, Version(0, 0), None, rank) for rank in (0, 1)]
-    meeting, full = Meeting(2), [tmp_path / "L000-rank1.jsonl"]
-    ranks = [Together(rank, 2, torch.device("cpu"), meeting) for rank in (0, 1)]
+    full = [tmp_path / "L000-rank1.jsonl"]
 
     def append(path: Path, line: bytes, **how: Any) -> bool:
         if path in full:
@@ -316,12 +314,11 @@ def test_a_line_that_found_no_room_is_written_when_there_is_and_those_of_other_r
             return False
         return durable.append(path, line, **how)
 
-    def work(one: Together) -> None:
-        room.all_done(one, "the ledger", lambda: ledgers[one.rank].record(1, [f"r{one.rank}"], "bits"))
+    def work(one: Ranks) -> None:
+        all_done(one, "the ledger", lambda: ledgers[one.rank].record(1, [f"r{one.rank}"], "bits"))
 
     monkeypatch.setattr("student_trainer.ledger.append", append)
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(work, ranks))
+    by_two_ranks(work)
     (lineage,) = read(tmp_path).values()
     assert (lineage.steps, lineage.damage) == ({1: ["r0", "r1"]}, [])
 

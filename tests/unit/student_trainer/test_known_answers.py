@@ -7,8 +7,7 @@ rows of an enumeration within it. Everything in float64.
 from __future__ import annotations
 
 import itertools
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,19 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from student_trainer import head, step
 from student_trainer.engine import Head
-from student_trainer.head import Loss
-from student_trainer.objectives import config, divergences, token_statistics
+from student_trainer.head import Loss, chunked_loss
+from student_trainer.objectives import config
+from student_trainer.objectives import divergences as lib
 from student_trainer.objectives.config import Full, Sampled, TaskReward, TopK
-from student_trainer.objectives.divergences import Discount, Targets, build
-from sync.wire.head import HeadShape
+from student_trainer.objectives.divergences import Discount, Targets, build, future_credit
+from student_trainer.objectives.token_statistics import token_sums
+from sync.wire.head import HeadShape, OutputHead
 
 V = 6
 EXACT = 1e-12
-MODULES = (head, step, divergences, token_statistics)
-lib = types.SimpleNamespace(**{k: v for module in MODULES for k, v in vars(module).items()})
-"""Everything that is checked, side by side."""
 
 
 # --- a small softmax, enumerated --------------------------------------------------------------------------
@@ -43,10 +40,10 @@ THETA, TEACHER, STALE = logits(1), logits(2).log_softmax(0), logits(3).log_softm
 FUTURE = logits(4)
 
 
-def targets(teacher: Tensor, behavior: Tensor, support: list[int], **more: Any) -> Any:
+def targets(teacher: Tensor, behavior: Tensor, support: Sequence[int], **more: Any) -> Any:
     """Row y of V rows: token y was sampled from `behavior`; the same S in every row."""
     ids = torch.tensor(support, dtype=torch.int64).expand(V, len(support))
-    return lib.Targets(
+    return Targets(
         token_N=torch.arange(V),
         behavior_logp_N=behavior,
         teacher_logp_N=teacher,
@@ -182,7 +179,7 @@ def test_future_credit_is_the_discounted_sum_of_the_rest_of_the_row() -> None:
             )
             for t in range(15)
         ]
-        same(lib.future_credit(d_C, factor_C, row_C), torch.tensor(want, dtype=torch.float64))
+        same(future_credit(d_C, factor_C, row_C), torch.tensor(want, dtype=torch.float64))
 
 
 ACTIONS, END, STEPS = 3, 2, 3
@@ -209,7 +206,7 @@ def every_trajectory(behavior: Tensor, teacher: Tensor) -> tuple[Tensor, ...]:
     chance_R = torch.zeros(len(TRAJECTORIES), dtype=torch.float64).index_add_(0, row_C, behavior_C).exp()
     fresh_C, ids_C1 = torch.zeros(len(steps), dtype=torch.bool), torch.tensor([[0]]).expand(len(steps), 1)
     support = {"support_NK": ids_C1, "support_logp_NK": teacher[state_C, :1]}
-    goal = lib.Targets(token_C, behavior_C, teacher_C, fresh_C, **support)
+    goal = Targets(token_C, behavior_C, teacher_C, fresh_C, **support)
     return state_C, row_C, chance_R[row_C], goal
 
 
@@ -244,8 +241,8 @@ def test_stale_trajectories_with_discount_give_the_exact_gradient() -> None:
             state_C, row_C, chance_C, goal = every_trajectory(behavior, teacher)
             logp_CV = live.log_softmax(1)[state_C]
             logp_C = lib.at(logp_CV.detach(), goal.token_N)
-            factor_C = lib.Discount(gamma, None, None).factor(logp_C, goal)
-            future_C = lib.future_credit(logp_C - goal.teacher_logp_N, factor_C, row_C)
+            factor_C = Discount(gamma, None, None).factor(logp_C, goal)
+            future_C = future_credit(logp_C - goal.teacher_logp_N, factor_C, row_C)
             loss_C, _ = loss(logp_CV, replace(goal, future_N=future_C), None, None)
             (gradient,) = torch.autograd.grad((chance_C * loss_C).sum(), live)
             same(gradient, exact)
@@ -258,7 +255,7 @@ def test_a_later_tokens_factor_is_capped_dropped_and_never_the_teachers() -> Non
     rho, written = (THETA.log_softmax(0) - STALE).exp(), torch.arange(V) < 2
     goal = targets(TEACHER, STALE, [], by_teacher_N=written)
     cap, low = float(rho.median()), float(rho[2:].min()) + 1e-9
-    found = lib.Discount(0.7, cap, (low, 1e9)).factor(THETA.log_softmax(0), goal)
+    found = Discount(0.7, cap, (low, 1e9)).factor(THETA.log_softmax(0), goal)
     same(found, 0.7 * torch.where(written | (rho < low), 0.0, rho.clamp(max=cap)))
 
 
@@ -271,13 +268,13 @@ def test_objectives_rest_at_a_teacher_of_the_rollouts_temperature() -> None:
     for name, loss in offered().items():
         for temperature in (heat, 1.0):
             q = (THETA / temperature).log_softmax(0).float()
-            teacher = lib.OutputHead(weight, None, lib.HeadShape(V, temperature=temperature))
+            teacher = OutputHead(weight, None, HeadShape(V, temperature=temperature))
             leaf, total = weight.clone().requires_grad_(), torch.zeros(V, V)
-            student = lib.OutputHead(leaf, None, lib.HeadShape(V, temperature=heat))
+            student = OutputHead(leaf, None, HeadShape(V, temperature=heat))
             for y in range(V):  # in every row, weighed by its probability
                 goal = replace(targets(q, p[[y] * V], [0, 3]), token_N=zeros + y, teacher_logp_N=q[[y] * V])
                 goal = replace(goal, teacher_N=zeros, teacher_hidden_NG=hidden)
-                value, _ = lib.chunked_loss(hidden, student, goal, lib.Loss(loss, heads=(teacher,)), 4)
+                value, _ = chunked_loss(hidden, student, goal, Loss(loss, heads=(teacher,)), 4)
                 total += (q if name == "sft" else p)[y].exp() * torch.autograd.grad(value, leaf)[0]
             assert (float(total.abs().max()) < 1e-5) == (temperature == heat), name
 
@@ -303,21 +300,19 @@ def test_a_forward_term_adds_p_minus_q_whatever_the_student_has_lost() -> None:
     p, q = THETA.softmax(0), TEACHER.exp()
     goal = targets(TEACHER, STALE, [0, 2, 5])
     for weight in (0.1, 1.0):
-        loss = lib.build(Full(forward=weight))
+        loss = build(Full(forward=weight))
         value, gradient, reverse = expected(loss, goal, STALE)
         same(value, kl_of() + weight * (q * (TEACHER - THETA.log_softmax(0))).sum())
         same(gradient, through_softmax(d_of()) + weight * (p - q))
         same(reverse, kl_of())
         bucketed = replace(goal, teacher_logp_NV=None)
-        value, gradient, reverse = expected(lib.build(TopK(forward=weight, rho_cap=None)), bucketed, STALE)
-        alone = [
-            expected(loss, bucketed, STALE) for loss in (lib.build(TopK(rho_cap=None)), lib.forward_topk)
-        ]
+        value, gradient, reverse = expected(build(TopK(forward=weight, rho_cap=None)), bucketed, STALE)
+        alone = [expected(loss, bucketed, STALE) for loss in (build(TopK(rho_cap=None)), lib.forward_topk)]
         same(value, alone[0][0] + weight * alone[1][0])
         same(gradient, alone[0][1] + weight * alone[1][1])
         same(reverse, alone[0][2])
     lost = torch.where(torch.arange(V) == 3, THETA - 20.0, THETA)  # p(3) ~ 1e-9 of what the teacher keeps
-    pull = [expected(lib.build(Full(forward=w)), goal, STALE, lost)[1][3] for w in (0.0, 0.1)]
+    pull = [expected(build(Full(forward=w)), goal, STALE, lost)[1][3] for w in (0.0, 0.1)]
     assert abs(float(pull[0])) < 1e-6 * float(q[3])
     assert abs(float(pull[1]) + 0.1 * float(q[3])) < 1e-6
 
@@ -338,22 +333,22 @@ def test_a_term_of_the_ends_pulls_by_what_the_student_has_lost_of_them() -> None
     goal = targets(TEACHER, STALE, [0, 2, 5])
     bucketed = replace(goal, teacher_logp_NV=None)
     for ends, sent in (([3], []), ([2], [2]), ([3, 5], [5])):
-        loss = lib.build(Full(ends=weight), ends)
+        loss = build(Full(ends=weight), ends)
         value, gradient, reverse = expected(loss, goal, STALE)
         same(value, kl_of() + term(ends)[0])
         same(gradient, through_softmax(d_of()) + term(ends)[1])
         same(reverse, kl_of())
-        loss, alone = lib.build(TopK(ends=weight, rho_cap=None), ends), lib.build(TopK(rho_cap=None))
+        loss, alone = build(TopK(ends=weight, rho_cap=None), ends), build(TopK(rho_cap=None))
         value, gradient, reverse = expected(loss, bucketed, STALE)
         without = expected(alone, bucketed, STALE)
         same(value, without[0] + (term(sent)[0] if sent else 0.0))
         same(gradient, without[1] + (term(sent)[1] if sent else 0.0))
         same(reverse, without[2])
     lost = torch.where(torch.arange(V) == 3, THETA - 20.0, THETA)
-    *_, gradient, _ = expected(lib.build(Full(ends=weight), [3]), goal, STALE, lost)
+    *_, gradient, _ = expected(build(Full(ends=weight), [3]), goal, STALE, lost)
     same(gradient[3], term([3], lost)[1][3], 1e-6)
     same(gradient[3], -3.0 * weight * q[3], 1e-6)
-    same(expected(lib.build(Full(ends=weight)), goal, STALE)[1], through_softmax(d_of()))
+    same(expected(build(Full(ends=weight)), goal, STALE)[1], through_softmax(d_of()))
 
 
 def test_forward_topk_is_the_bucketed_forward_kl() -> None:
@@ -401,7 +396,7 @@ def test_token_sums_are_their_definitions() -> None:
     p, rho = THETA.softmax(0), (THETA.log_softmax(0) - STALE).exp()
     live, fresh = THETA.log_softmax(0).expand(V, V), torch.tensor([True, False, True, False, False, True])
     goal = replace(targets(TEACHER, STALE, [0, 3, -1], by_teacher_N=torch.arange(V) < 2), fresh_N=fresh)
-    sums = lib.token_sums(live, goal)
+    sums = token_sums(live, goal)
     same(sums["student_entropy"], -V * (p * p.log()).sum())
     same(sums["teacher_entropy"], -V * (TEACHER.exp() * TEACHER).sum())
     same(sums["rho"], rho[2:].sum())
@@ -411,16 +406,16 @@ def test_token_sums_are_their_definitions() -> None:
     assert (int(sums["own_tokens"]), int(sums["fresh_tokens"])) == (V - 2, 3)
     same(sums["student_mass"], V * p[[0, 3]].sum())
     same(sums["teacher_mass"], V * TEACHER.exp()[[0, 3]].sum())
-    ends = lib.token_sums(live, goal, (1, 3))
+    ends = token_sums(live, goal, (1, 3))
     same(ends["student_end"], V * p[[1, 3]].sum())
     same(ends["teacher_end"], V * TEACHER.exp()[[1, 3]].sum())
-    ends = lib.token_sums(live, replace(goal, teacher_logp_NV=None), (1, 3))
+    ends = token_sums(live, replace(goal, teacher_logp_NV=None), (1, 3))
     same(ends["teacher_end"], V * TEACHER.exp()[3].sum())  # 1 is not in S
     assert (int(ends["end_tokens"]), int(ends["teacher_end_tokens"])) == (V, V)
     assert "student_end" not in sums
     top = set(p.topk(3).indices.tolist())
     assert float(sums["overlap"]) == pytest.approx(V * len(top & {0, 3}) / 2)
-    one = lib.token_sums(live, goal, (), 1)
+    one = token_sums(live, goal, (), 1)
     assert (float(one["overlap"]), int(one["overlap_tokens"])) == (len(top & {0, 3}) / 2, 1)
 
 
@@ -464,12 +459,12 @@ def test_a_score_gap_shows_dense_scores_of_another_position() -> None:
     live = THETA.log_softmax(0).expand(V, V)
     sound = targets(TEACHER, STALE, [0, 3, -1])
     for goal in (sound, replace(sound, teacher_logp_NV=None)):
-        sums = lib.token_sums(live, goal)
+        sums = token_sums(live, goal)
         same(sums["score_gap"], torch.zeros((), dtype=torch.float64))
         assert int(sums["score_gap_tokens"]) == (V if goal.teacher_logp_NV is not None else 2)
         sent = replace(goal, teacher_logp_N=TEACHER.roll(1))
         gap, asked = (TEACHER - TEACHER.roll(1)).abs(), [0, 3] if goal.teacher_logp_NV is None else range(V)
-        same(lib.token_sums(live, sent)["score_gap"], gap[list(asked)].sum())
+        same(token_sums(live, sent)["score_gap"], gap[list(asked)].sum())
 
 
 def offered() -> dict[str, Callable]:
@@ -478,29 +473,12 @@ def offered() -> dict[str, Callable]:
         "hybrid": lambda p, t: lib.hybrid(p, t, 5.0, None),
         "forward_topk": lib.forward_topk,
         "full": lib.full,
-        "both ways": lib.build(Full(forward=0.1)),
-        "ends": lib.build(Full(ends=4.0), [1, 3]),
+        "both ways": build(Full(forward=0.1)),
+        "ends": build(Full(ends=4.0), [1, 3]),
         "jsd": lambda p, t: lib.jsd(p, t, 0.5),
         "skew": lambda p, t: lib.skew(p, t, 0.1),
         "sft": lib.sft,
     }
-
-
-def test_a_support_leaves_less_noise_than_the_kl_as_a_baseline_of_the_sampled_token() -> None:
-    """The mean is the same (above); the variance falls from `sampled` by its baseline −KL to `hybrid`."""
-    totals = torch.zeros(3, dtype=torch.float64)
-    for seed in range(30):
-        theta, teacher = logits(seed), logits(100 + seed).log_softmax(0)
-        p, goal = theta.softmax(0), targets(teacher, theta.log_softmax(0), teacher.topk(3).indices.tolist())
-        scores = torch.eye(V, dtype=torch.float64) - p  # row y: the gradient of log p(y) in the logits
-        exact, baseline = through_softmax(d_of(teacher, theta), theta), kl_of(teacher, theta)
-        leaves = theta.expand(V, V).clone().requires_grad_()
-        loss_V, _ = lib.hybrid(leaves.log_softmax(1), goal, None, None)
-        (dense,) = torch.autograd.grad(loss_V.sum(), leaves)
-        d = d_of(teacher, theta)[:, None]
-        noise = [((rows - exact) ** 2).sum(1) for rows in (d * scores, (d - baseline) * scores, dense)]
-        totals += torch.stack([(p * variance).sum() for variance in noise])
-    assert totals[0] > totals[1] > 3 * totals[2], totals
 
 
 def test_the_students_head_in_fp32_credits_later_tokens_as_exactly_as_its_precision_allows() -> None:
@@ -524,7 +502,7 @@ def test_the_students_head_in_fp32_credits_later_tokens_as_exactly_as_its_precis
 
 MASKS = [[0], [1, 4], [3, 0, 5], [2, 1, 0, 4], list(range(V))]
 every_mask = pytest.mark.parametrize("mask", MASKS, ids=str)
-SAMPLED, HYBRID = lib.build(config.Sampled(rho_cap=None)), lib.build(config.StudentTopK(rho_cap=None))
+SAMPLED, HYBRID = build(Sampled(rho_cap=None)), build(config.StudentTopK(rho_cap=None))
 
 
 def within(logits: Tensor, mask: list[int]) -> Tensor:
@@ -532,20 +510,11 @@ def within(logits: Tensor, mask: list[int]) -> Tensor:
     return logits[mask].log_softmax(0)
 
 
-def masked(mask: list[int], support: list[int] | None = None, teacher: Tensor = TEACHER, **more: Any) -> Any:
+def masked(mask: list[int], support: Sequence[int] = (), teacher: Tensor = TEACHER, **more: Any) -> Any:
     """Row i of as many as M has ids: M's i-th was sampled from the stale policy."""
-    count, token_M = len(mask), torch.tensor(mask)
-    ids = None if support is None else torch.tensor(support, dtype=torch.int64).expand(count, len(support))
-    return lib.Targets(
-        token_N=token_M,
-        behavior_logp_N=within(STALE, mask),
-        teacher_logp_N=teacher[token_M],
-        fresh_N=torch.zeros(count, dtype=torch.bool),
-        support_NK=ids,
-        support_logp_NK=None if ids is None else teacher[ids.clamp(min=0)],
-        mask_NK=torch.tensor([*mask, -1]).expand(count, count + 1),
-        **more,
-    )
+    rows, mask_MK = targets(teacher, STALE, support), torch.tensor([*mask, -1]).expand(len(mask), -1)
+    rows = rows.each(lambda values: values[mask])
+    return replace(rows, behavior_logp_N=within(STALE, mask), mask_NK=mask_MK, **more)
 
 
 def exact(value: Callable[[Tensor], Tensor]) -> Tensor:
@@ -586,10 +555,9 @@ def test_a_reward_is_learned_within_the_mask_whatever_the_divergence(mask: list[
     """L_task alone: what `advantage_N` adds to the gradient of each objective."""
     draws, reward = within(STALE, mask), FUTURE[mask]
     wanted = exact(lambda theta: -(within(theta, mask).exp() * reward).sum())
-    full = {"teacher_logp_NV": TEACHER.expand(len(mask), V)}
-    for objective, more in ((config.Sampled(rho_cap=None), {}), (Full(), full)):
-        loss = lib.build(objective.model_copy(update={"task": TaskReward(rho_cap=None)}))
-        goals = masked(mask, **more), masked(mask, **more, advantage_N=reward)
+    for objective in (Sampled(rho_cap=None), Full()):
+        loss = build(objective.model_copy(update={"task": TaskReward(rho_cap=None)}))
+        goals = masked(mask), masked(mask, advantage_N=reward)
         without, rewarded = (expected(loss, goal, draws)[1] for goal in goals)
         same(rewarded - without, wanted)
 
@@ -598,8 +566,8 @@ def test_a_reward_is_learned_within_the_mask_whatever_the_divergence(mask: list[
     "objective", [Full(), config.ForwardTopK(), TopK(rho_cap=None), config.JSD()], ids=str
 )
 def test_divergences_that_take_no_sample_are_of_the_whole_vocabulary(objective: Any) -> None:
-    goal = masked([1, 4], list(range(V)), teacher_logp_NV=TEACHER.expand(2, V))
-    loss, draws = lib.build(objective), within(STALE, [1, 4])
+    goal = masked([1, 4], range(V))
+    loss, draws = build(objective), within(STALE, [1, 4])
     same(expected(loss, goal, draws)[1], expected(loss, replace(goal, mask_NK=None), draws)[1])
 
 
@@ -612,7 +580,7 @@ def test_a_token_without_a_mask_is_of_the_whole_vocabulary() -> None:
 def test_ratios_are_one_where_the_student_sampled_and_the_mass_is_the_students(mask: list[int]) -> None:
     fresh = torch.ones(len(mask), dtype=torch.bool)
     goal = replace(masked(mask), behavior_logp_N=within(THETA, mask), fresh_N=fresh)
-    sums = lib.token_sums(THETA.log_softmax(0).expand(len(mask), V), goal)
+    sums = token_sums(THETA.log_softmax(0).expand(len(mask), V), goal)
     same(sums["rho"] / len(mask), torch.tensor(1.0, dtype=torch.float64))
     same(sums["fresh_kl"], torch.tensor(0.0, dtype=torch.float64))
     same(sums["mask_mass"] / sums["mask_tokens"], THETA.softmax(0)[mask].sum())

@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from plain_step import flat_rows
-from trainer_fakes import ALONE, RecordedClient, RecordedLearner, recorded_transport
+from trainer_fakes import ALONE, RecordedClient, RecordedLearner
 from waiting import until
 
 from student_trainer.__main__ import _exit_code as exit_code
@@ -23,7 +23,7 @@ from student_trainer.controller_client import ControllerClient
 from student_trainer.ledger import Ledger, read
 from student_trainer.loop import Outcome, Trainer, checkpoint, checkpoint_due, finish, train
 from student_trainer.ranks import Ranks
-from student_trainer.transports import Publishing, SnapshotTransport
+from student_trainer.transports import Publishing, SnapshotTransport, Work
 from sync import wire
 from sync.base import durable
 from sync.base.errors import DataError, RemoteError, StoreError, Unreachable
@@ -53,9 +53,13 @@ class Story:
         batches = [batch(step) for step in range(steps)]
         self.client, self.learner = RecordedClient(batches, checkpoint), RecordedLearner()
         self.lines, self.folder = self.learner.lines, run_dir / "ledger"
-        publishing = Publishing(recorded_transport(self.lines))
         ledger = Ledger(self.folder, Version(0, 0), None, 0)
-        self.trainer = Trainer(config, ALONE, self.learner, self.client, publishing, ledger)
+        self.trainer = Trainer(config, ALONE, self.learner, self.client, Publishing(self.stage), ledger)
+
+    def stage(self, version: Version, anchor: bool) -> Work:
+        """A transport to nowhere."""
+        self.lines.append(f"publish {version.step}")
+        return lambda: False
 
     def reported(self) -> list[str]:
         return [f"{type(event).__name__} {event.version.step}" for event in self.client.reported]

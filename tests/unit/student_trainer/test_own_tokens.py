@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from plain_step import ALONE, VOCAB, Meeting, PlainEngine, Together, difference, flat_rows, student
+from plain_step import ALONE, VOCAB, PlainEngine, by_two_ranks, difference, flat_rows, student
 from torch import Tensor
 
 from distill.batching.packing import Shape, pack_batch
@@ -234,15 +233,13 @@ def test_loss_and_gradient_are_those_of_the_students_tokens_alone(config: Object
 
 @pytest.mark.parametrize("config", [Sampled(task=TaskReward(), discount=0.5), Full()], ids=str)
 def test_ranks_share_one_denominator_of_own_tokens(config: ObjectiveConfig) -> None:
-    teacher, meeting = student(1), Meeting(2)
+    teacher = student(1)
     made, loss = rollouts(teacher, config), loss_of(config, TEACHERS, heads(config, teacher))
     (whole,), shares = packed(made, config), packed(made, config, ranks=2)
     alone, expected = stepped(whole, config, teacher)
     assert [share.denominator for share in shares] == [OWN, OWN]
     engines = [PlainEngine(student(2), 0.1) for _ in shares]
-    ranks = [Together(rank, 2, torch.device("cpu"), meeting) for rank in (0, 1)]
-    with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(train_step, engines, shares, [loss] * 2, ranks))
+    found = by_two_ranks(lambda one: train_step(engines[one.rank], shares[one.rank], loss, one))
     assert found[0]["tokens"] == found[1]["tokens"] == expected["tokens"] == OWN
     assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     mean = [(one + two) / 2 for one, two in zip(*(engine.gradients for engine in engines), strict=True)]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_step import zero_shards
 from torch import Tensor
 
 from student_trainer.checkpoint import Place, cut, layout, rebuild
@@ -13,13 +14,6 @@ from student_trainer.ranks import Ranks
 from sync.base.errors import DataError
 
 SHAPES = [{"a": (3, 5), "b": (1,)}, {"c": (7,)}]
-
-
-def split(whole: Tensor, ranks: int) -> list[Tensor]:
-    """What ZeRO-3 gives to each rank; the padding is not zero, for nobody may look at it."""
-    length = -(-whole.numel() // ranks)
-    padded = torch.cat([whole.flatten(), torch.full((length * ranks - whole.numel(),), -1.0)])
-    return list(padded.split(length))
 
 
 def wholes(seed: float) -> list[dict[str, Tensor]]:
@@ -30,7 +24,7 @@ def wholes(seed: float) -> list[dict[str, Tensor]]:
 
 
 def flat(ranks: int, rank: int, seed: float) -> list[Tensor]:
-    return [torch.cat([split(t, ranks)[rank] for t in group.values()]) for group in wholes(seed)]
+    return [torch.cat([zero_shards(t, ranks)[rank] for t in group.values()]) for group in wholes(seed)]
 
 
 def saved(ranks: int, held: Any = flat, **more: Any) -> list[dict[str, Any]]:
@@ -59,7 +53,7 @@ def check(state: dict[str, Any], masters: list[Tensor], moments: list[Tensor]) -
 @pytest.mark.parametrize("new", [1, 2, 3, 8, 17])
 def test_every_element_comes_to_the_rank_that_holds_it_now(old: int, new: int) -> None:
     whole = torch.arange(1.0, 16.0)
-    before = [torch.cat([torch.zeros(2), piece]) for piece in split(whole, old)]
+    before = [torch.cat([torch.zeros(2), piece]) for piece in zero_shards(whole, old)]
     after = [cut(before, Place(0, 2, 15), rank, new) for rank in range(new)]
     length = -(-15 // new)
     assert {shard.numel() for shard in after} == {length}
@@ -102,8 +96,8 @@ def test_shared_experts_come_to_the_ranks_that_hold_the_same_ones_now(old: int, 
     experts = [torch.arange(7.0) + 10, torch.arange(7.0) + 20]
 
     def held(size: int, rank: int, more: float) -> list[Tensor]:
-        own = split(experts[rank % 2] + more, size // 2)[rank // 2]
-        return [split(torch.arange(15.0) + more, size)[rank], own]
+        own = zero_shards(experts[rank % 2] + more, size // 2)[rank // 2]
+        return [zero_shards(torch.arange(15.0) + more, size)[rank], own]
 
     places = layout([{"a": (3, 5)}, {"x": (7,)}], old, {"x": 2})
     assert places["x"] == Place(1, 0, 7, 2)

@@ -341,8 +341,7 @@ def test_a_router_that_never_ran_is_refused() -> None:
 @every_family
 def test_the_preflight_reads_the_same_routing_from_the_configuration(family: str) -> None:
     found = routers(routed_models.untrained(*CONFIGS[family]))
-    kind, fields = CONFIGS[family]
-    config = getattr(transformers, f"{kind}Config")(**fields)
+    config = routed_models.config_of(family)
     assert routing(config) == (len(found), CHOSEN, EXPERTS)
     assert has_experts(config)
 

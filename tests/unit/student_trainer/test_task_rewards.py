@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_step import ALONE
 from pydantic import ValidationError
 from torch import Tensor
 
 from student_trainer.objectives.config import Sampled, TaskReward
 from student_trainer.objectives.divergences import Targets, at, mixture, rewarded, sft
-from student_trainer.ranks import Ranks
 from student_trainer.step import Rewards, advantages, rewards_of
 from sync.wire import Rows, TrainBatch, Version, pack
 
@@ -25,7 +25,6 @@ V, G = 3, 3
 THETA = torch.tensor([0.4, -1.1, 0.6], dtype=torch.float64)
 MU = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
 REWARD = np.array([0.0, 2.0, 0.5])
-ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def rows_of(lengths: Any, **arrays: Any) -> Rows:

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from student_trainer.config import LoRAConfig
 from student_trainer.engine import Student, check_rows, head_shape, with_adapters
-from student_trainer.varlen import TOGETHER, PackedRows, replace_attention, row_attention, window_of
+from student_trainer.varlen import (
+    TOGETHER,
+    PackedRows,
+    groups_of,
+    replace_attention,
+    row_attention,
+    window_of,
+)
 from sync.base.errors import ConfigError
 
 LENGTHS = (9, 1, 4, 12, 2)
@@ -125,8 +132,8 @@ def test_rows_of_about_one_length_are_computed_together(monkeypatch: pytest.Monk
     loss_and_gradients(packed("Llama", "sdpa"), together=True)
     assert sizes == 2 * [(3, 4, 4), (2, 12, 12)], "1, 4 and 2 tokens; 9 and 12"
     short = TOGETHER // 64
-    assert PackedRows((8,) * (short + 1)).groups(CPU).sizes == [(short, 8), (1, 8)]
-    assert PackedRows((300, 7, 301, 299)).groups(CPU).sizes == [(1, 7), (1, 300), (1, 301), (1, 299)]
+    assert groups_of((8,) * (short + 1), CPU).sizes == [(short, 8), (1, 8)]
+    assert groups_of((300, 7, 301, 299), CPU).sizes == [(1, 7), (1, 300), (1, 301), (1, 299)]
 
 
 def test_a_model_with_attention_of_its_own_is_refused_by_name() -> None:

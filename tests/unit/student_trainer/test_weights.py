@@ -16,7 +16,7 @@ from blake3 import blake3
 from disks import BALLAST, free, mounted
 from flat_tensors import digests
 from memory_store import MemoryStore
-from plain_step import ALONE
+from plain_step import ALONE, zero_shards
 from routed_models import PUBLISHED, build
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -53,14 +53,10 @@ def model(dtype: torch.dtype = torch.float32, tied: bool = True) -> Any:
     return LlamaForCausalLM(config).to(dtype)
 
 
-def student(network: Any) -> Student:
-    return Student(network, HeadShape(11), 8)
-
-
 @every_precision
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_saved_folder_holds_what_is_published(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
-    weights = Weights(student(model(dtype, tied)).model, ALONE)
+    weights = Weights(model(dtype, tied), ALONE)
     weights.save_folder(tmp_path / "out", NoTokenizer())
     modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
     assert len(modes) == 1, "whoever may read the config may read the weights"
@@ -75,7 +71,7 @@ def test_a_folder_is_waited_for_whatever_part_of_it_finds_the_disk_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each library that writes a part has an error of its own for a full disk."""
-    weights = Weights(student(model(torch.bfloat16)).model, ALONE)
+    weights = Weights(model(torch.bfloat16), ALONE)
     letters = Tokenizer(WordLevel({f"letter-{n}": n for n in range(500)}, unk_token="letter-0"))
     tokenizer, waits = PreTrainedTokenizerFast(tokenizer_object=letters), list[int]()
     weights.save_folder(tmp_path / "wanted", tokenizer)
@@ -105,20 +101,18 @@ def leave(disk: Path, pages: int) -> None:
 
 
 def cut(network: Any, world: int, rank: int) -> Ranks:
-    """Give every parameter its shard of that rank, as ZeRO-3 cuts them: of one length, padded at the end."""
+    """Give every parameter its shard of that rank."""
     for parameter in network.parameters():
-        length = -(-parameter.numel() // world)
-        padding = (0, length * world - parameter.numel())
-        flat = torch.nn.functional.pad(parameter.detach().flatten(), padding, value=9.0)
-        parameter.ds_tensor, parameter.ds_shape = flat.split(length)[rank].clone(), parameter.shape
+        parameter.ds_tensor = zero_shards(parameter, world)[rank].clone()
+        parameter.ds_shape = parameter.shape
     return Ranks(rank, world, torch.device("cpu"))
 
 
 def test_the_padding_of_a_shard_is_not_in_the_checksum() -> None:
     """DeepSpeed never sets it: two starts may find other bits there."""
-    pupil = student(model())
-    weights = Weights(pupil.model, cut(pupil, 3, 2))
-    before, shard = weights.checksum(), next(p for p in pupil.parameters() if p.numel() == 8).ds_tensor
+    network = model()
+    weights = Weights(network, cut(network, 3, 2))
+    before, shard = weights.checksum(), next(p for p in network.parameters() if p.numel() == 8).ds_tensor
     shard[2] = 5.0
     assert weights.checksum() == before
     shard[1] = 5.0
@@ -126,11 +120,11 @@ def test_the_padding_of_a_shard_is_not_in_the_checksum() -> None:
 
 
 def test_a_snapshot_does_not_follow_the_weights() -> None:
-    pupil = student(model())
-    shards = Weights(pupil.model, ALONE).snapshot()
+    network = model()
+    shards = Weights(network, ALONE).snapshot()
     before = {name: shard.copy() for name, shard in shards.items()}
     with torch.no_grad():
-        for parameter in pupil.parameters():
+        for parameter in network.parameters():
             parameter.add_(1.0)
     assert all(np.array_equal(before[name], shards[name]) for name in shards)
 
@@ -149,9 +143,10 @@ def test_adapters_of_the_embeddings_and_of_the_output_layer_are_refused(name: st
 
 
 def test_adapters_alone_are_trained_and_published(tmp_path: Path) -> None:
-    pupil = student(with_adapters(model(torch.bfloat16), LoRAConfig(rank=2, alpha=4.0), 0))
+    adapted = with_adapters(model(torch.bfloat16), LoRAConfig(rank=2, alpha=4.0), 0)
+    pupil = Student(adapted, HeadShape(11), 8)
     assert check_head(pupil, pupil, torch.device("cpu")) < 0.1
-    weights = Weights(pupil.model, ALONE)
+    weights = Weights(adapted, ALONE)
     assert all("lora_" in part.name for part in weights.slices)
     weights.save_folder(tmp_path / "out", NoTokenizer())
     written = json.loads((tmp_path / "out/adapter_config.json").read_text())
@@ -170,7 +165,7 @@ def test_shards_of_fused_experts_are_the_bits_of_the_saved_folder_which_transfor
     family: str, tmp_path: Path
 ) -> None:
     network, world = build(family).to(torch.bfloat16), 3
-    whole = Weights(Student(network, HeadShape(31), 8).model, ALONE)
+    whole = Weights(network, ALONE)
     whole.save_folder(tmp_path / "ours", NoTokenizer())
     network.save_pretrained(tmp_path / "theirs")
     assert whole.digests() == digests(tmp_path / "ours") == digests(tmp_path / "theirs")
