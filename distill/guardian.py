@@ -105,6 +105,8 @@ def _spawned(command: list[str]) -> int:
             sys.stderr.write(f"{command[0]} cannot be started: {error.strerror}\n")
             sys.stderr.flush()
             os._exit(127)
+    if signal.sigpending() & ended:  # one that came before the fork
+        os.kill(child, signal.SIGTERM)
     return child
 
 
@@ -144,9 +146,19 @@ def _kill_descendants() -> None:
 # --- in the launcher
 
 
-def adopt_orphans(adopt: bool) -> None:
-    """Let descendants whose parents die become children of this process, or no longer."""
-    prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
+_adopting = 0
+"""How many launchers of this process want its orphans."""
+
+
+def adopt_orphans(adopt: bool = True) -> None:
+    """Let descendants whose parents die become children of this process, until each call is taken back.
+
+    On Linux; elsewhere nothing.
+    """
+    global _adopting
+    _adopting += 1 if adopt else -1
+    if sys.platform == "linux":
+        prctl(PR_SET_CHILD_SUBREAPER, int(_adopting > 0))
 
 
 def kill_adopted(spared: Collection[int]) -> int:

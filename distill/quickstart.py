@@ -50,7 +50,7 @@ def source(seed: int, task: Task = "sort_letters") -> tuple[Path, list[str]]:
     """The quickstart's file and its overrides: the models of `seed`, which are made first if necessary."""
     path = _file(SOURCES[task])
     models, tables = make_models(CACHE, seed, task), read(path)
-    (teacher,) = tables["teachers"]
+    teacher = next(iter(tables["teachers"]))
     overrides = [
         f"run.seed={seed}",
         f"run.name={path.stem.replace('_', '-')}-{seed}",

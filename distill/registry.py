@@ -56,6 +56,8 @@ class _Holder:
     """Who has a name, or had it. Times are monotonic."""
 
     address: Address
+    expected: bool = True
+    """A process of the configuration; else a replica that joined."""
     boot: str | None = None
     expires: float = math.inf
     """Infinite: people registered it, or its ranks ended well; nobody renews it."""
@@ -84,8 +86,7 @@ class Registry:
         self._run, self._pool, self._connect = run, pool, connect
         self._gang = {name: _Holder(Address(name)) for name in machines}
         self._holders = {name: _Holder(address) for name, address in expected.items()} | self._gang
-        self._expected = tuple(self._holders)
-        """Processes of the configuration; any other is a replica that joined."""
+        self._configured = frozenset(expected)
         self._lost: set[tuple[str, str | None]] = set()
         """(name, boot) of processes that had it."""
         self._looked = time.monotonic()
@@ -93,7 +94,7 @@ class Registry:
     async def register(self, registration: ServerRegisters) -> ServerLease:
         """Note where a server is. Raises RemoteError for what cannot join: Overloaded while another process
         has the name and may be dead, Replaced once that lives, or this one has lost the name."""
-        taken = self._holders.keys() | self._pool.replicas.keys() | {*self._expected}
+        taken = self._holders.keys() | self._pool.replicas.keys() | self._configured
         free = (f"student-{index}" for index in itertools.count() if f"student-{index}" not in taken)
         name, boot = registration.name or next(free), registration.boot
         self._check(registration, name)
@@ -104,7 +105,7 @@ class Registry:
             assert self._connect is not None, "none is expected then"
             address = Address(name, url)
             answers = await self._pool.join(self._connect(address), name)
-            holder = self._holders[name] = _Holder(address)
+            holder = self._holders[name] = _Holder(address, expected=False)
         elif holder.boot not in (None, boot):
             self._lose(name)
         if holder.address.url != url:
@@ -149,7 +150,7 @@ class Registry:
                 f"{name} {place}: this process has lost the name to another, or to a person{others}"
             )
         if holder is None and not (re.fullmatch(r"student-[A-Za-z0-9._-]+", name) and self._connect):
-            expected = ", ".join(taken for taken in self._expected if taken in self._holders) or "none"
+            expected = ", ".join(taken for taken, known in self._holders.items() if known.expected) or "none"
             raise RemoteError(
                 f"no server {name!r} is expected to register: expected are {expected}, and replicas "
                 "student-N: start it from the controller's configuration, with a name and a number of it"
@@ -218,7 +219,7 @@ class Registry:
     async def _forget(self, name: str, holder: _Holder) -> None:
         """What it registered; a replica that is not in the configuration leaves the run."""
         holder.free()
-        if name not in self._expected:
+        if not holder.expected:
             del self._holders[name]
             if name in self._pool.replicas:
                 await self._pool.remove(name)

@@ -61,7 +61,7 @@ class TrainerSettings(Settings):
     ones before the first step."""
     activation_checkpointing: Live[bool] = False
     """Recompute activations in the backward pass."""
-    head_chunk: Live[int] = Field(1024, ge=1)
+    head_chunk: Live[int] = Field(512, ge=1)
     """Positions whose full-vocabulary logits are in memory at once."""
     micro_batch_tokens: Live[int] = Field(16384, ge=1)
     """Tokens of one forward pass of one rank, prompts included, and padding with packing = "padded"; a longer

@@ -81,6 +81,7 @@ class PackedRows:
 
 
 @lru_cache(1)
+@torch.inference_mode(False)
 def groups_of(lengths: tuple[int, ...], device: torch.device) -> Groups:
     """Of rows that lie end to end; those of the newest micro-batch are kept, for all layers."""
     begins = np.cumsum((0, *lengths))

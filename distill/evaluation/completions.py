@@ -18,18 +18,23 @@ run.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+import msgspec
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from distill.evaluation.sets import PromptSet
 from distill.rollout.validation import loop
 from sync.base import durable
+from sync.base.decoding import convert
+from sync.base.errors import DataError
+from sync.base.jsonl import read_lines
 from sync.weights.snapshots.manifest import named
 from sync.wire import Array, Behaviour, OwnTokens, Version, pack, unpack
 
@@ -44,7 +49,8 @@ LEAST: Final = 12
 GRAM: Final = 4
 
 
-class Tokens(NamedTuple):
+@dataclass
+class Tokens:
     """Token ids that continue one another."""
 
     prompt_ids: list[int]
@@ -101,61 +107,46 @@ def write_completions(path: Path, completions: Sequence[Completion], prompt_set:
     """Write a file; a reader finds all of it or none."""
     rows = [_row(completion, prompt_set.decode) for completion in completions]
     path.parent.mkdir(parents=True, exist_ok=True)
-    durable.write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    durable.write(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def _row(completion: Completion, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    first, ids_T = completion.sequences[0], completion.sequences[0].token_ids.tolist()
-    known = {
-        name: getattr(completion, name) for name in ("finish_reason", "reward", "answer", "error", "index")
-    }
-    prompt = decode(first.prompt_ids)
-    if completion.metrics is None:
-        return {"prompt": prompt, "completion": decode(ids_T), **known, "token_ids": ids_T}
-    return {
-        "prompt": prompt,
-        **known,
-        "metrics": completion.metrics,
-        "turns": list(_turns(completion, decode)),
-        "sequences": [
-            {**part._asdict(), "token_ids": part.token_ids.tolist()} for part in completion.sequences
-        ],
-    }
+    row = msgspec.to_builtins(completion, enc_hook=np.ndarray.tolist)
+    first = row["sequences"][0]
+    prompt = {"prompt": decode(first["prompt_ids"])}
+    if completion.metrics is not None:
+        return {**prompt, "turns": [*_turns(completion, decode)], **row}
+    del row["metrics"], row["sequences"]
+    return {**prompt, "completion": decode(first["token_ids"]), **row, "token_ids": first["token_ids"]}
 
 
 def _turns(completion: Completion, decode: Callable[[list[int]], str]) -> Iterator[dict[str, str]]:
     """Texts of the turns of an episode; where the context was rewritten, of all of it."""
-    for prompt_ids, token_ids, turns in completion.sequences:
-        added = prompt_ids
-        for place, (start, end) in enumerate(turns):
-            if place:
-                added = token_ids[turns[place - 1][1] : start].tolist()
-            said = token_ids[start:end].tolist()
-            yield {"environment": decode(added), "student": decode(said)}
+    for part in completion.sequences:
+        between = [part.token_ids[end:start].tolist() for (_, end), (start, _) in pairwise(part.own)]
+        for added, (start, end) in zip([part.prompt_ids, *between], part.own, strict=False):
+            yield {"environment": decode(added), "student": decode(part.token_ids[start:end].tolist())}
 
 
 def read_completions(path: Path, prompt_set: PromptSet) -> list[Completion] | None:
-    """The completions of a file; None: there is none, or the set was changed since."""
-    if not path.is_file():
-        return None
-    with path.open() as lines:
-        rows = [json.loads(line) for line in lines]
+    """The completions of a file; None: there is none, or the set was changed since. Raises DataError for one
+    that was altered."""
+    rows = read_lines(path)
     numbers = [number for number in range(len(prompt_set.prompts)) for _ in range(prompt_set.completions)]
-    if [row["index"] for row in rows] != numbers or not all(_is_of(prompt_set, row) for row in rows):
+    if [row.get("index") for row in rows] != numbers or not all(_is_of(prompt_set, row) for row in rows):
         return None
-    completions = []
-    for row in rows:
-        known = {name: row[name] for name in ("reward", "answer", "error")}
-        metrics = row.get("metrics")
-        completion = Completion(row["index"], [], row["finish_reason"], metrics=metrics, **known)
-        if (parts := row.get("sequences")) is None:
-            ids, length = prompt_set.prompts[completion.index].token_ids, len(row["token_ids"])
-            parts = [{"prompt_ids": ids, "token_ids": row["token_ids"], "own": [(0, length)]}]
-        for part in parts:
-            token_ids = np.array(part["token_ids"], np.int32)
-            completion.sequences.append(Tokens(part["prompt_ids"], token_ids, [*map(tuple, part["own"])]))
-        completions.append(completion)
-    return completions
+    try:
+        for row in rows:
+            if (ids := row.get("token_ids")) is not None:
+                prompt_ids = prompt_set.prompts[row["index"]].token_ids
+                row["sequences"] = [{"prompt_ids": prompt_ids, "token_ids": ids, "own": [(0, len(ids))]}]
+        return [convert(row, Completion, _ids) for row in rows]
+    except (msgspec.ValidationError, TypeError) as error:
+        raise DataError(f"{path}: {error}; the file was altered: remove it") from None
+
+
+def _ids(_: type, ids: list[int]) -> np.ndarray:
+    return np.array(ids, np.int32)
 
 
 def _is_of(prompt_set: PromptSet, row: Mapping[str, Any]) -> bool:
@@ -163,7 +154,7 @@ def _is_of(prompt_set: PromptSet, row: Mapping[str, Any]) -> bool:
     prompt = prompt_set.prompts[row["index"]]
     if "completion" not in row:
         return prompt.environment is not None
-    return prompt.environment is None and row["prompt"] == prompt_set.decode(prompt.token_ids)
+    return prompt.environment is None and row.get("prompt") == prompt_set.decode(prompt.token_ids)
 
 
 def remove_old(run_dir: Path) -> None:
@@ -195,14 +186,13 @@ def behaviour(completions: Sequence[Completion]) -> Behaviour:
         for sequence in completion.sequences
         for start, end in sequence.own
     ]
-    lists = [ids_T.tolist() for ids_T in texts]
-    grams = [[tuple(ids[at : at + GRAM]) for at in range(len(ids) - GRAM + 1)] for ids in lists]
-    number = sum(map(len, grams))
+    runs = [sliding_window_view(ids_T, GRAM) for ids_T in texts if len(ids_T) >= GRAM]
+    number = sum(map(len, runs))
     return Behaviour(
         ended=sum(completion.finish_reason not in ("length", "failed") for completion in completions)
         / len(completions),
         length_mean=float(np.mean(lengths)),
         length_p90=float(np.percentile(lengths, 90)),
         looping=sum(loop(ids_T, LONGEST, 3, LEAST) is not None for ids_T in texts) / max(1, len(texts)),
-        distinct=sum(len(set(of_text)) for of_text in grams) / number if number else 1.0,
+        distinct=sum(len(np.unique(runs_T, axis=0)) for runs_T in runs) / number if number else 1.0,
     )

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
-from distill.evaluation.models import load_student
+from distill.evaluation.models import load_model
 from distill.scoring import ask, until_answered
 from distill.translation import TextTeacher
 from sync import wire
@@ -74,7 +74,7 @@ class Evaluator:
     def _loaded(self, version: wire.Version) -> TransformersEngine:
         source, settings = self._config.student, self._settings
         folder = self._weights.folder(version) if version.step > 0 else None
-        model = load_student(source, folder, settings.device)
+        model = load_model(source, folder, settings.device)
         limits = TeacherConfig(path=source.path, batch_tokens=settings.batch_tokens)
         return TransformersEngine(model, self._vocab, limits)
 

@@ -18,24 +18,19 @@ from teacher_service.engines.transformers import find_device
 Device = Literal["auto", "cpu", "cuda"]
 
 
-def load_model(source: ModelSource, device: Device = "auto", dtype: Any = torch.float32) -> Any:
-    """A model folder or Hub id; `dtype` as in transformers' from_pretrained."""
-    return _load(source, dtype).to(find_device(device)).eval()
-
-
-def load_student(student: ModelSource, folder: Path | None, device: Device = "auto") -> Any:
-    """A version of `student`: the model or adapter in `folder`; None: the student itself."""
+def load_model(source: ModelSource, folder: Path | None = None, device: Device = "auto") -> Any:
+    """A model folder or Hub id; `folder`: a version of it, a model or an adapter."""
     if folder is None:
-        model = _load(student)
+        model = _load(source)
     elif (folder / "adapter_config.json").is_file():
-        model = merged(student, folder, torch.float32)
-    elif student.trust_remote_code:  # weights come from a store, code from the student's own source alone
-        fresh, weights = _load(student), dict(read_folder(folder))
+        model = merged(source, folder, torch.float32)
+    elif source.trust_remote_code:  # weights come from a store, code from the model's own source alone
+        fresh, weights = _load(source), dict(read_folder(folder))
         model = type(fresh).from_pretrained(
             None, config=fresh.config, state_dict=weights, dtype=torch.float32
         )
     else:
-        model = _load(student.model_copy(update={"path": str(folder), "revision": None}))
+        model = _load(source.model_copy(update={"path": str(folder), "revision": None}))
     return model.to(find_device(device)).eval()
 
 

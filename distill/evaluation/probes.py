@@ -12,8 +12,7 @@ size, V vocabulary, K ids of an objective's S.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -62,7 +61,7 @@ async def probe(
 
     def plain(source: ModelSource, sequences: Sequence[ScoreSequence]) -> list[torch.Tensor]:
         teacher = _loaded(source, vocab, setting)
-        return [log_probs(teacher, sequence) for sequence in sequences]
+        return [*map(teacher, sequences)]
 
     scores = {}
     logq: list[torch.Tensor] | None
@@ -77,15 +76,16 @@ async def probe(
         )
     masks: Sequence[SamplingMask | None] = request.masks or [None] * len(request.student)
     student_scores = [
-        scores_of(sequence, log_probs(student, sequence, temperature), mask)
+        scores_of(sequence, student(sequence, temperature), mask)
         for sequence, mask in zip(request.student, masks, strict=True)
     ]
     return ProbeReply(student=student_scores, teachers=scores)
 
 
-def _loaded(source: ModelSource, vocab: int, device: Any) -> LanguageModel:
-    model = load_model(source, device)
-    return LanguageModel(model, find_head(model, vocab))
+def _loaded(source: ModelSource, vocab: int, device: Any) -> Callable[..., Tensor]:
+    """`log_probs` of a model, its head cut to the tokenizer's vocabulary."""
+    model = load_model(source, device=device)
+    return partial(log_probs, model, find_head(model, vocab))
 
 
 def free_bytes(device: torch.device) -> int:
@@ -127,31 +127,24 @@ async def _served(
     return logps
 
 
-@dataclass(frozen=True)
-class LanguageModel:
-    """A causal language model of transformers in fp32, and its head cut to the tokenizer's vocabulary."""
-
-    model: Any
-    head: OutputHead
-
-
 def probe_teacher(
     sequences: Sequence[ScoreSequence],
     logq_TV: Sequence[Tensor] | None,
     not_shown: str | None,
-    student: LanguageModel,
+    student: Callable[[ScoreSequence, float], Tensor],
     objective: ObjectiveConfig,
     temperature: float,
     ends: Sequence[int],
 ) -> wire.ReferenceScores:
-    """One teacher's part of a ProbeReply; `temperature`: of the rollouts; `ends`: ids that end a completion.
+    """One teacher's part of a ProbeReply; `student`: `log_probs` of it; `temperature`: of the rollouts;
+    `ends`: ids that end a completion.
 
     `logq_TV`: its distributions of the completion tokens of each sequence, fp32, temperature 1; None: they
     are not known. `not_shown`: why no forward pass of ours gave them; None: one did.
     """
     figures: tuple[float, float, float] | tuple[None, None, None] = (None, None, None)
     if not isinstance(objective, SFT):
-        live_NV = torch.cat([log_probs(student, sequence, temperature) for sequence in sequences])
+        live_NV = torch.cat([student(sequence, temperature) for sequence in sequences])
         token_N = torch.cat([_completion(sequence, live_NV.device) for sequence in sequences])
         teacher_NV = live_NV
         if logq_TV is not None:
@@ -176,12 +169,12 @@ def scores_of(sequence: ScoreSequence, logp_TV: Tensor, mask: SamplingMask | Non
 
 
 @torch.inference_mode()
-def log_probs(model: LanguageModel, sequence: ScoreSequence, temperature: float = 1.0) -> Tensor:
-    """fp32 [T, V]: distributions of the completion's tokens."""
-    tokens_L = torch.from_numpy(unpack(sequence.token_ids).astype(np.int64)).to(model.model.device)
-    output = model.model.get_decoder()(input_ids=tokens_L[None], use_cache=False)
+def log_probs(model: Any, head: OutputHead, sequence: ScoreSequence, temperature: float = 1.0) -> Tensor:
+    """fp32 [T, V]: distributions of the completion's tokens, by a causal language model of transformers."""
+    tokens_L = torch.from_numpy(unpack(sequence.token_ids).astype(np.int64)).to(model.device)
+    output = model.get_decoder()(input_ids=tokens_L[None], use_cache=False)
     hidden_TH = output.last_hidden_state[0, sequence.start - 1 : -1]
-    return (model.head.logits(hidden_TH) / temperature).log_softmax(-1)
+    return (head.logits(hidden_TH) / temperature).log_softmax(-1)
 
 
 def objective_figures(

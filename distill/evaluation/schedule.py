@@ -39,10 +39,8 @@ STALL_SECONDS = 900.0
 
 def score(report: wire.EvalReport, metric: Metric) -> float:
     """A report's figure of merit: higher is better."""
-    if metric == "reverse_kl":
-        return -math.inf if report.reverse_kl is None else -report.reverse_kl
-    value = report.pass_rate if metric == "pass_rate" else report.reward
-    return -math.inf if value is None else value
+    value: float | None = getattr(report, metric)
+    return -math.inf if value is None else -value if metric == "reverse_kl" else value
 
 
 def best(reports: list[wire.EvalReport], metric: Metric) -> wire.EvalReport | None:
@@ -163,8 +161,10 @@ class Evaluations:
         await asyncio.to_thread(remove_old, self._run_dir)
         self._done(report, is_best)
         if exhausted(reports := self._of_lineage(), metric, self._config.patience):
+            top = max(reports, key=lambda each: score(each, metric))
             self._stop(
-                f"{self._config.patience} evaluations brought no better {metric} than {best(reports, metric)}"
+                f"{self._config.patience} evaluations brought no better {metric} than "
+                f"{abs(score(top, metric)):.4g} of {top.version}"
             )
         return report
 

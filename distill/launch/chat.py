@@ -100,8 +100,8 @@ class Chat:
 
     def answer(self, prompt: str) -> dict[str, str]:
         """See `Conversations.answer`. Raises ChildFailed when a server has died."""
-        answers = self.conversations.answer(prompt)
-        return self.runner.run(unless(self.supervisor.watch(), answers, "every server has ended"))
+        answers, told = self.conversations.answer(prompt), "every server has ended: see their logs"
+        return self.runner.run(unless(self.supervisor.watch(), answers, told))
 
 
 @contextmanager

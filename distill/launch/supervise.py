@@ -200,7 +200,7 @@ class Supervisor:
 
     async def start(self) -> None:
         self._own = {child.pid for child in psutil.Process().children()}
-        adopt_orphans(True)
+        adopt_orphans()
         starts = [asyncio.create_task(child.start(self._read_end)) for child in self.children.values()]
         try:
             await asyncio.gather(*starts)

@@ -76,7 +76,7 @@ LINE: Final = (
 
 
 class Logged(NamedTuple):
-    """Figures of one step."""
+    """Figures of one step, "step" among them."""
 
     at: float
     """Monotonic seconds."""
@@ -102,7 +102,7 @@ class Shown:
         """Add a step; one at or before the last begins anew, after a rollback."""
         if self.steps and logged.step <= self.steps[-1].step:
             self.steps.clear()
-        self.steps.append(logged._replace(figures={**logged.figures, "step": logged.step}))
+        self.steps.append(logged)
 
     def per_second(self, name: str) -> float | None:
         """Growth of a counter over the window; None: unknown."""

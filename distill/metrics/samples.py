@@ -21,9 +21,9 @@ from sync.wire import Array, unpack
 Decode = Callable[[list[int]], str]  # token ids of a run as text
 SAMPLES, QUARANTINE = "samples.jsonl", "quarantine.jsonl"
 SHADES = ((4.0, "white on red3"), (2.0, "black on dark_orange"), (1.0, "black on khaki1"), (0.5, "khaki3"))
-"""Styles of a token by log μ − log q, from this value in nats on."""
-SHADE_NATS = 4.0
-"""log μ − log q of a token that is shaded fully in HTML."""
+"""Styles of a token by log μ − log q, from this value in nats on; HTML shades up to the first."""
+LONGEST = 4
+"""Tokens of one character at most: its bytes in UTF-8."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -151,7 +151,7 @@ def choose(samples: Sequence[Sample], order: str, count: int) -> list[Sample]:
     """The first `count` in an order: newest, worst (by reverse KL, without a teacher by reward), longest, or
     the newest truncated ones."""
     keys: dict[str, Callable[[Sample], Any]] = {
-        "worst": lambda sample: sample.reverse_kl or -(sample.reward or 0.0),
+        "worst": lambda sample: -(sample.reward or 0.0) if (kl := sample.reverse_kl) is None else kl,
         "longest": lambda sample: len(sample.tokens),
     }
     among = [sample for sample in samples if sample.truncated or order != "truncated"]
@@ -188,8 +188,19 @@ def _parts(sample: Sample, decode: Decode) -> Iterator[tuple[str | None, list[tu
         if environment:
             yield decode(tokens), []
         else:
-            pieces = (decode([token]) for token in tokens)
-            yield None, [*zip(pieces, sample.excess[start:end], strict=True)]
+            yield None, [*zip(_pieces(tokens, decode), sample.excess[start:end], strict=True)]
+
+
+def _pieces(tokens: Sequence[int], decode: Decode) -> Iterator[str]:
+    """Text of each token; a character of several is in the last of them, and the others are empty."""
+    begun = 0
+    for end in range(1, len(tokens) + 1):
+        text = decode([*tokens[begun:end]])
+        if text.endswith("\ufffd") and end < min(len(tokens), begun + LONGEST):
+            yield ""
+        else:
+            yield text
+            begun = end
 
 
 def shown_quarantined(completion: Quarantine, decode: Decode) -> Text:
@@ -203,7 +214,7 @@ def shaded(sample: Sample, decode: Decode) -> str:
     """The completion as HTML: each token shaded by log μ − log q, what environments wrote in grey."""
 
     def token(piece: str, nats: float) -> str:
-        alpha = min(1.0, max(0.0, nats) / SHADE_NATS)
+        alpha = min(1.0, max(0.0, nats) / SHADES[0][0])
         color = f"background:rgba(204,63,90,{alpha:.2f})"
         return f'<span title="{nats:.2f} nats" style="{color}">{escape(piece)}</span>'
 

@@ -66,7 +66,7 @@ class Timeline:
 
     def __init__(
         self,
-        sink: Callable[[Span], None] | None = None,
+        sink: Callable[[Span], None] = lambda span: None,
         clock: Callable[[], float] | None = None,
         earlier: Mapping[str, Any] = {},
     ) -> None:
@@ -166,7 +166,7 @@ class Timeline:
             self._close(role, cause)
 
     def _emit(self, span: Span) -> None:
-        if self._sink is not None and span.end > span.start:
+        if span.end > span.start:
             self._sink(span)
 
     def restart(self) -> None:

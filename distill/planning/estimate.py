@@ -23,6 +23,7 @@ length, restarts, checkpoints and evaluations.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -50,8 +51,8 @@ SAMPLED: Final = 256
 """Rows of a file whose prompts a plan measures."""
 ASSUMED_PROMPT: Final = 512
 """Tokens of a prompt, where prompts.max_prompt_tokens does not bound them."""
-ROUNDS: Final = 8
-"""Of a step's seconds and what its swaps cost, each from the other."""
+LEAST_SHARE: Final = 1e-7
+"""By which the part of a step that replicas generate falls where it is no longer computed anew."""
 GENERATE, SCORE, TRAIN = "generate", "score", "train"
 
 # --- stages: arithmetic on shapes
@@ -311,38 +312,11 @@ def plan(
     """The plan of a configuration whose objective is chosen. Raises ConfigError for unreadable models and for
     roles without known GPUs."""
     roles, calibration = find_roles(config, device, uses), measured or Calibration()
-    total, batch = lengths.prompt + lengths.completion, config.rollout.batch
+    batch = config.rollout.batch
     student = shape_of(config.student, parallel(config.student.engine_args)[0])
     generation = _generation(config, device, roles[REPLICAS], student, lengths)
-    by_student = batch * config.objective.on_policy
-
-    def stage(role: str, kind: str, flops: float, item: int, seconds: float | None = None) -> Stage:
-        devices = roles[role].devices
-        seconds = flops / (devices * device.flops_per_second(item)) if seconds is None else seconds
-        return Stage(role, kind, flops, seconds, devices)
-
-    others = []
-    for name, teacher in config.teachers.items():
-        if (role := f"teacher {name}") in roles:
-            share = batch / len(config.teachers)
-            item = item_bytes(text_config(teacher), teacher.dtype)
-            others.append(stage(role, SCORE, share * shape_of(teacher).forward(total), item))
-    factor = train_factor(config.trainer.activation_checkpointing, config.trainer.lora is not None)
-    flops = factor * batch * student.forward(total)
-    others.append(stage(TRAINER, TRAIN, flops, published_item(config.trainer)))
-
-    def with_swaps(share: float) -> list[Stage]:
-        """The stages, where swaps meet this share of what may be in flight."""
-        met = swaps * share
-        flops, seconds = generation.flops(by_student, met), generation.seconds(by_student, met)
-        return [stage(REPLICAS, GENERATE, flops, generation.item, seconds), *others]
-
-    drops = by_student > 0 and not config.keeps_cache and config.buffer.max_staleness > 0
-    swaps = drops / config.weights.publish_every
-    stages = with_swaps(1.0)
-    for _ in range(ROUNDS):
-        stages = with_swaps(stages[0].seconds / step_seconds(config, stages, roles))
-    speed = calibration.speed
+    by_student, speed = batch * config.objective.on_policy, calibration.speed
+    stages = _stages(config, device, roles, student, generation)
     stages = [replace(stage, seconds=stage.seconds / speed.get(stage.kind, 1.0)) for stage in stages]
     longest = step_seconds(config, stages, roles)
     step = longest / calibration.overlap
@@ -367,6 +341,44 @@ def plan(
         0 if device.name == CPU else gpus(config, uses),
         _threads(config, stages, roles) if device.name == CPU else {},
     )
+
+
+def _stages(
+    config: RunConfig, device: Device, roles: Mapping[str, Role], student: Shape, generation: Generation
+) -> list[Stage]:
+    """As the device's row has them, generation first. Swaps meet what is in flight while replicas generate,
+    which is a part of a step that follows from them; of other devices' or a run's seconds it is the same."""
+    lengths, batch = generation.lengths, config.rollout.batch
+    total, by_student = lengths.prompt + lengths.completion, batch * config.objective.on_policy
+
+    def stage(role: str, kind: str, flops: float, item: int, seconds: float | None = None) -> Stage:
+        devices = roles[role].devices
+        seconds = flops / (devices * device.flops_per_second(item)) if seconds is None else seconds
+        return Stage(role, kind, flops, seconds, devices)
+
+    others = []
+    for name, teacher in config.teachers.items():
+        if (role := f"teacher {name}") in roles:
+            share = batch / len(config.teachers)
+            item = item_bytes(text_config(teacher), teacher.dtype)
+            others.append(stage(role, SCORE, share * shape_of(teacher).forward(total), item))
+    factor = train_factor(config.trainer.activation_checkpointing, config.trainer.lora is not None)
+    flops = factor * batch * student.forward(total)
+    others.append(stage(TRAINER, TRAIN, flops, published_item(config.trainer)))
+
+    def with_swaps(share: float) -> list[Stage]:
+        """The stages, where swaps meet this share of what may be in flight."""
+        met = swaps * share
+        flops, seconds = generation.flops(by_student, met), generation.seconds(by_student, met)
+        return [stage(REPLICAS, GENERATE, flops, generation.item, seconds), *others]
+
+    drops = by_student > 0 and not config.keeps_cache and config.buffer.max_staleness > 0
+    swaps = drops / config.weights.publish_every
+    stages, share, before = with_swaps(1.0), 1.0, math.inf
+    while before - share > LEAST_SHARE:
+        stages = with_swaps(share)
+        before, share = share, stages[0].seconds / step_seconds(config, stages, roles)
+    return stages
 
 
 def _generation(config: RunConfig, device: Device, role: Role, shape: Shape, lengths: Lengths) -> Generation:
@@ -413,7 +425,7 @@ def threads_each(stages: Sequence[Stage], roles: Mapping[str, Role], cores: int)
     """Role → threads of each of its processes, one at least, with which the slowest stage is as fast as so
     many cores allow, if a stage takes as much of the processor whatever its threads.
 
-    Beyond one thread a core it has another while it is slower than all stages together on all cores.
+    Where too few cores are left for a second, it has that if it is slower than all together on all cores.
     """
     work = {stage.role: stage.seconds * stage.devices / roles[stage.role].processes for stage in stages}
     threads = dict.fromkeys(work, 1)
@@ -422,7 +434,7 @@ def threads_each(stages: Sequence[Stage], roles: Mapping[str, Role], cores: int)
     while True:
         slowest = max(work, key=lambda role: work[role] / threads[role])
         taken = roles[slowest].processes
-        if spare < taken and (work[slowest] / threads[slowest] <= together or threads[slowest] >= cores):
+        if spare < taken and (threads[slowest] > 1 or work[slowest] <= together):
             return threads
         threads[slowest] += 1
         spare -= taken

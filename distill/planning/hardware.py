@@ -41,8 +41,9 @@ class Device:
 CPU: Final = "cpu"
 PRODUCTS, BETWEEN = 0.8, 54.0
 """Of a core: the share of a bare product's speed that a model's products reach, and FLOPs of a model per byte
-that memory moves for what lies between its products. Fitted to one step's forward and backward pass of 113 M
-parameters in bf16 (docs/benchmarks.md)."""
+that memory moves for what lies between its products. Fitted to 7.0 s of processor time for a step of 113 M
+parameters in bf16 and 2.8 s for its scores (docs/benchmarks.md) on AVX-512, where bare products reach 487
+GFLOP/s and memory 36 GB/s; other kinds of processors were not measured."""
 DEVICES: Final = {
     device.name: device
     for device in (

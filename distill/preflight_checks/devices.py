@@ -47,6 +47,9 @@ from teacher_service.config import TeacherConfig
 log = logging.getLogger(__name__)
 WORKSPACE: Final = 2 * GIB
 """Activations of a vLLM engine, its CUDA graphs and buffers."""
+LOGIT_BYTES: Final = {"jsd": 60.0, "skew": 48.0}
+"""Of one logit of a chunk, with gradients; of other objectives over whole distributions 28, else 20. Peaks of
+the tensors of `student_trainer.head` by torch's profiler, on a CPU with blocks as large as chunks."""
 SMI_SECONDS: Final = 60.0
 """For nvidia-smi to answer in; seconds where the driver is not loaded yet."""
 VLLM_SHARE: Final = 0.92
@@ -314,7 +317,9 @@ def _rank(config: RunConfig) -> dict[str, float]:
         "optimizer": on_gpu["optimizer"] * (12 if half else 8) * trained / ranks,
         "gathered": item * _gathered(parameters, model, zero, trainer.expert_parallel),
         f"activations of {trainer.micro_batch_tokens:,} tokens": item * trainer.micro_batch_tokens * kept,
-        "logits": (16.0 if heads else 12.0) * trainer.head_chunk * model.vocab_size,
+        "logits": LOGIT_BYTES.get(config.objective.type, 28.0 if heads else 20.0)
+        * trainer.head_chunk
+        * model.vocab_size,
         **(terms if heads else {}),
     }
 

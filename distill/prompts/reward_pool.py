@@ -176,16 +176,18 @@ class RewardPool:
         async def tried() -> list[Reward]:
             return [await self.reward(prompt, text) for text in texts]
 
-        thread = threading.Thread(target=loop.run_forever, name="rewards")
+        thread = threading.Thread(target=loop.run_forever, name="rewards", daemon=True)
         thread.start()
-        trial = asyncio.run_coroutine_threadsafe(tried(), loop)
         try:
-            nothing, answer = trial.result()
+            trial = asyncio.run_coroutine_threadsafe(tried(), loop)
+            try:
+                nothing, answer = trial.result()
+            finally:
+                trial.cancel()
+                asyncio.run_coroutine_threadsafe(self.close(), loop).result()
         except DataError as error:
             raise ConfigError(f"{error} (tried before the run)") from error
         finally:
-            trial.cancel()
-            asyncio.run_coroutine_threadsafe(self.close(), loop).result()
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()

@@ -54,7 +54,7 @@ class TaskSource:
             made = make(self._seed, index)
             ids = made.token_ids
             ids = plain_ids(self._tokenizer, made.text) if ids is None else [*map(as_index, ids)]
-        return Prompt(name, ids, "default", made.answer, made.text)
+        return Prompt(name, list(ids), "default", made.answer, made.text)
 
     def checked(self, count: int, longest: int) -> list[Prompt]:
         """So many held-out prompts. Raises DataError for one, or for a first one to train on, of no use."""

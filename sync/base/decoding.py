@@ -36,7 +36,7 @@ def _decoder(make: Any, kind: Any, dec_hook: Callable[[type, Any], Any] | None) 
     return _decoders[make, kind]
 
 
-def convert(value: object, kind: type[T]) -> T:
+def convert(value: object, kind: type[T], dec_hook: Callable[[type, Any], Any] | None = None) -> T:
     """`msgspec.convert`."""
-    json_decoder(kind)  # learns its fields
-    return msgspec.convert(value, kind)
+    json_decoder(kind, dec_hook)  # learns its fields
+    return msgspec.convert(value, kind, dec_hook=dec_hook)

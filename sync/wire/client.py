@@ -280,11 +280,6 @@ class Peer:
     def _check(self, response: aiohttp.ClientResponse, expected: str | None) -> None:
         """Raises WrongServer when the answer is another run's or another model's, and RemoteError when it
         would have to be decompressed."""
-        encoding = response.headers.get("content-encoding", "identity")
-        if encoding.strip().lower() != "identity":
-            raise RemoteError(
-                f"{response.url} answered with content-encoding {encoding[:100]!r}: send plain bytes"
-            )
         if response.status == 200:
             self._claim.check(self.url, response.headers)
             if expected not in (None, model := response.headers.get(MODEL_HEADER)):
@@ -292,6 +287,11 @@ class Peer:
                     f"{self.url} answers with model {model}, and {expected} was checked when the run "
                     "started: start the teacher again with the model of this run's configuration"
                 )
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding.strip().lower() != "identity":
+            raise RemoteError(
+                f"{response.url} answered with content-encoding {encoding[:100]!r}: send plain bytes"
+            )
 
     async def stream(self, path: str, body: Message, kind: type[M]) -> AsyncIterator[M]:
         """POST `body` and yield the frames of the answer as they come. Nothing is retried: a lost connection

@@ -44,9 +44,9 @@ class HeadShape:
 
 @torch.no_grad()
 def probabilities(logp_NV: Tensor) -> Tensor:
-    """exp of log-probabilities over a vocabulary, as powers of two: torch's exp on CPUs takes four times as
-    long. Its relative error is |log p| · 6e-8."""
-    return torch.mul(logp_NV, 1 / math.log(2)).exp2_()
+    """exp of fp32 log-probabilities over a vocabulary; on CPUs by powers of two, as torch's exp takes three
+    times as long. Their relative error is at most 2e-7 · max(1, |log p|)."""
+    return logp_NV.exp() if logp_NV.is_cuda else torch.mul(logp_NV, 1 / math.log(2)).exp2_()
 
 
 def soft_cap_of(config: Any) -> float | None:

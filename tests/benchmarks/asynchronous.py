@@ -33,6 +33,7 @@ import typer
 from msgspec.structs import replace
 from plain_step import ALONE, PlainEngine
 from recorded import rollouts_of
+from transformers import AutoModelForCausalLM
 
 from distill import quickstart, tasks
 from distill.batching.packing import Shape, pack_batch
@@ -40,7 +41,7 @@ from distill.buffer import Batch
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.evaluator import exact
-from distill.evaluation.models import load_model, load_student
+from distill.evaluation.models import load_model
 from distill.launch import replica_command
 from distill.launch.preflight import claim_of
 from distill.metrics.results import read_run
@@ -68,7 +69,6 @@ from tests.benchmarks.figures import Figures, TrialCache
 
 STEPS_AT_ONCE: Final = 4
 """Batches that vLLM is given together, so that it seldom has less than `max-num-seqs` to do."""
-HEAD_CHUNK: Final = 1024  # positions whose logits exist at a time
 OFFLINE: Final[dict[str, Any]] = {
     "enforce_eager": True,
     "enable_prefix_caching": False,
@@ -233,9 +233,9 @@ def curve(config: RunConfig, saved: Callable[[int], Path], lines: Sequence[Figur
     params = GenerationParams(config.rollout.max_tokens, 1.0, (tokenizer.eos_token_id,))
     torch.set_num_threads(1)
     vocab, cpu, points = vocab_size(tokenizer), torch.device("cpu"), []
-    teacher = TransformersEngine(load_model(next(iter(config.teachers.values())), "cpu"), vocab)
+    teacher = TransformersEngine(load_model(next(iter(config.teachers.values())), device="cpu"), vocab)
     for step in [*range(0, len(lines), EVERY), len(lines)]:
-        model = load_student(config.student, saved(step) if step else None, "cpu")
+        model = load_model(config.student, saved(step) if step else None, "cpu")
         student = TransformersEngine(model, vocab)
         *_, sampled = student.generate(asked, params)
         ids = [completion.token_ids_T.tolist() for completion in sampled or []]
@@ -324,7 +324,7 @@ def scoring_and_training(config: RunConfig, batch: list[Rollout]) -> dict[str, C
     torch.set_num_threads(1)
     (name, teacher), *_ = config.teachers.items()
     vocab, trainer, want = vocab_size(load_tokenizer(config.student)), config.trainer, needs(config.objective)
-    scoring = load_model(teacher, "cpu", teacher.dtype)
+    scoring = AutoModelForCausalLM.from_pretrained(teacher.path, dtype=teacher.dtype)
     engine, head = TransformersEngine(scoring, vocab), find_head(scoring, vocab)
     sequences = [ScoreSequence.of(one.id, one.prompt, one.tokens, one.topk_ids) for one in batch]
     request = encode(ScoreRequest(sequences=sequences, want=want))
@@ -343,10 +343,10 @@ def scoring_and_training(config: RunConfig, batch: list[Rollout]) -> dict[str, C
     shape = Shape(trainer.micro_batch_tokens, [name], padded=trainer.packing == "padded")
     (share,) = pack_batch(whole, 1, shape, lambda version: version.step)
     precision = torch.bfloat16 if in_bf16(deepspeed_config(trainer)) else torch.float32
-    model, varlen = load_model(config.student, "cpu", precision), trainer.packing == "varlen"
-    if varlen:
+    model = AutoModelForCausalLM.from_pretrained(config.student.path, dtype=precision)
+    if varlen := trainer.packing == "varlen":
         replace_attention(model, trainer.attention)
-    trainee = AdamW(Student(model, head_shape(model.config, vocab, temperature=1.0), HEAD_CHUNK, varlen))
+    trainee = AdamW(Student(model, head_shape(model.config, vocab, 1.0), trainer.head_chunk, varlen))
     loss = loss_of(config.objective, [name], (head,) if want.hidden else ())
     return {"teacher": score, "trainer": lambda: train_step(trainee, share, loss, ALONE)}
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import recorded_run
 from kill_target import KillTarget
 from recorded import rollouts_of, rows_of
+from recorded_run import generated
 from run_on_letters import BATCH, NAME, command
 
 from distill.record.audit import audit
 from distill.record.rollout import Rollout
 from distill.tasks.sort_letters import ASK, ASK_ID, EOS
-from sync.wire import unpack
+from sync.wire import Array, VersionSpan, unpack
 
 pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.faults, pytest.mark.filterwarnings("ignore")]
 STEPS, TURNS = 6, 3
@@ -52,6 +55,8 @@ class Played(NamedTuple):
     """On record when the launcher was killed, those whose arrays were not freed."""
     notes: list[tuple[int, list[list[int]]]]
     """Task and the student's turns of every episode that the environment saw to its end."""
+    recorded: Path
+    """What a relay between replica and controller kept."""
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +73,11 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
         "run.restarts=20",
         "evaluation={prompts=8, threads=1}",
     )
-    rng = random.Random(0)
-    with KillTarget(command(folder, 100_000, *settings), folder / NAME) as target:
+    rng, recorded = random.Random(0), folder / "recorded"
+    recorded.mkdir()
+    python, _, _, _, *words = command(folder, 100_000, *settings)
+    recording = [python, str(Path(recorded_run.__file__)), str(recorded), *words]
+    with KillTarget(recording, folder / NAME) as target:
         target.start()
         target.wait(lambda: target.step() >= 2, "step 2")
         for role in ("environment-letters", "student-0"):
@@ -80,7 +88,15 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
         target.resume(STEPS)
         target.end()
         notes = [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
-        yield Played(target, killed, notes)
+        yield Played(target, killed, notes, recorded)
+
+
+def turn(
+    tokens: Array, logprob: Array, spans: list[VersionSpan], part: slice = slice(None)
+) -> tuple[Any, ...]:
+    """Ids of a part of the tokens, the bytes of their log-probabilities, and the version of each."""
+    versions = tuple(span.version for span in spans for _ in range(span.start, span.end))
+    return tuple(unpack(tokens)[part].tolist()), unpack(logprob)[part].tobytes(), versions[part]
 
 
 def test_the_run_completes_with_every_guarantee_kept(played: Played) -> None:
@@ -104,6 +120,19 @@ def test_own_tokens_are_byte_for_byte_what_the_environment_was_told(played: Play
         assert len(own) == TURNS
         assert all(tokens[start - 1] == ASK_ID for start, _ in one.own[1:])
         assert [span.start for span in one.spans] == [0, *(span.end for span in one.spans[:-1])]
+
+
+def test_own_tokens_are_byte_for_byte_what_the_replica_answered(played: Played) -> None:
+    answered = {
+        (asked.id, tuple(asked.token_ids), *turn(answer.token_ids, answer.logprob, answer.spans))
+        for asked, answer in generated(played.recorded)
+    }
+    for one in played.rollouts:
+        before = [*unpack(one.prompt).tolist(), *unpack(one.tokens).tolist()]
+        for start, end in one.own:
+            asked = tuple(before[: one.prompt.shape[0] + start])
+            own = turn(one.tokens, one.logprob, one.spans, slice(start, end))
+            assert (one.id, asked, *own) in answered
 
 
 def test_the_evaluation_plays_the_held_out_tasks(played: Played) -> None:

@@ -21,7 +21,7 @@ from student_trainer.objectives.config import TopK
 from sync import wire
 from sync.wire import FinalDigests, Version
 
-pytestmark = launched_trainer.MARKS
+pytestmark = launched_trainer.LAUNCHED
 SIZE: dict[str, Any] = {"vocab_size": launched_trainer.VOCAB + 2, "hidden_size": 32, "num_hidden_layers": 3}
 SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 SIZE |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None, "num_experts_per_tok": 2}

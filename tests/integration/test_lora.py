@@ -52,7 +52,7 @@ def setup(tmp_path_factory):
 def error(base: Path, adapter: Path | None, prompt: list[int], answer, start: int = 0) -> float:
     """`distance` to the merged model."""
     source = ModelSource(path=str(base))
-    model = merged(source, adapter, torch.float32) if adapter else load_model(source, "cpu")
+    model = merged(source, adapter, torch.float32) if adapter else load_model(source, device="cpu")
     return distance(model, prompt, answer, start)
 
 
@@ -112,6 +112,21 @@ async def test_an_adapter_by_broadcast_is_the_one_from_the_store_and_a_whole_che
         assert scores[0] == scores[1]
         await update(late, 1)
         (answer,) = await generate(late, [[5, 6, 7]], max_tokens=24)
+        assert error(base, adapters[0], [5, 6, 7], answer) < TOLERANCE
+
+
+async def test_an_altered_adapter_keeps_the_old_one(setup):
+    base, adapters, server, _ = setup
+    (file,) = server.store.glob("tests/*00000003/model/adapter_model.safetensors")
+    good = file.read_bytes()
+    async with server.peer() as peer:
+        await update(peer, 1)
+        file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        with pytest.raises(RemoteError, match="409"):
+            await update(peer, 3)
+        file.write_bytes(good)
+        (answer,) = await generate(peer, [[5, 6, 7]], max_tokens=24)
+        assert answer.spans == [VersionSpan(Version(1, 1), 0, 24)]
         assert error(base, adapters[0], [5, 6, 7], answer) < TOLERANCE
 
 

@@ -18,7 +18,7 @@ from student_trainer import ledger
 from student_trainer.objectives.config import TopK
 from sync.wire import FinalDigests, Published, Stop, TrainerHello, Version
 
-pytestmark = launched_trainer.MARKS
+pytestmark = launched_trainer.LAUNCHED
 
 
 @pytest.fixture(scope="module")

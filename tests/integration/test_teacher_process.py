@@ -24,7 +24,7 @@ from tiny_models import language_model, save_words
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from distill import scoring
-from distill.evaluation.probes import LanguageModel, log_probs
+from distill.evaluation.probes import log_probs, scores_of
 from distill.preflight_checks import probes
 from distill.scoring import ask
 from sync import wire
@@ -124,12 +124,8 @@ async def test_the_probes_pass_a_real_teacher_and_catch_a_broken_one(
     options = probes.probe_sequences(prompts, 4, 12)
     longest = probes.longest_sequence(prompts, 40, 24)
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    own = LanguageModel(model.eval(), find_head(model, VOCAB))
-    completions = [unpack(one.token_ids)[one.start :, None].astype(np.int64) for one in options]
-    plain = [
-        np.take_along_axis(log_probs(own, one).numpy(), ids, 1)[:, 0]
-        for one, ids in zip(options, completions, strict=True)
-    ]
+    head = find_head(model, VOCAB)
+    plain = [unpack(scores_of(one, log_probs(model, head, one))) for one in options]
     async with TeacherClient("toy", [teacher.url], "secret") as client:
         repeats, noise = await probes.repeatable(partial(_scores, client), options, 1e-3)
         scored = await probes.scores(partial(_scores, client), options)

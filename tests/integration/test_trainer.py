@@ -36,7 +36,7 @@ from sync import wire
 from sync.wire import FinalDigests, Message, Published, Rows, StepReport, TrainBatch, Version, Wait, Want
 from sync.wire.client import BlockingPeer
 
-pytestmark = launched_trainer.MARKS
+pytestmark = launched_trainer.LAUNCHED
 TOPK: dict[str, Any] = {"objective": {"type": "topk", "k": 4}}
 FULL: dict[str, Any] = {"objective": {"type": "full"}}
 

@@ -18,9 +18,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import random
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -57,6 +59,7 @@ class Relay:
         self._min_bytes = MIN_BYTES_OF_TURNS if role.startswith("environment-") else MIN_BYTES
         self._target = (at.hostname or "127.0.0.1", at.port or 80)
         self._open: set[asyncio.StreamWriter] = set()
+        self._numbers = itertools.count()
         self.sound = asyncio.Event()
         """Cleared: the next long answer is malformed."""
         self.sound.set()
@@ -76,14 +79,14 @@ class Relay:
         return await self.sound.wait()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        ends = {writer}
+        ends, number = {writer}, next(self._numbers)
         self._open.add(writer)
         with contextlib.suppress(OSError):
             upstream, to = await asyncio.open_connection(*self._target)
             ends.add(to)
             ways = [
-                asyncio.create_task(self._pass(reader, to, answers=False)),
-                asyncio.create_task(self._pass(upstream, writer, answers=True)),
+                asyncio.create_task(self._pass(number, reader, to, answers=False)),
+                asyncio.create_task(self._pass(number, upstream, writer, answers=True)),
             ]
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             await cancel(ways)
@@ -91,14 +94,16 @@ class Relay:
         for end in ends:
             end.close()
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answers: bool) -> None:
+    async def _pass(
+        self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answers: bool
+    ) -> None:
         while data := await reader.read(1 << 16):
-            writer.write(self.answered(data) if answers else data)
+            writer.write(self.passed(number, data, answers))
             await writer.drain()
 
-    def answered(self, data: bytes) -> bytes:
-        """What becomes of some bytes of the server's answers."""
-        if not self.sound.is_set():
+    def passed(self, number: int, data: bytes, answers: bool) -> bytes:
+        """What becomes of some bytes of connection `number`, of its requests or of its answers."""
+        if answers and not self.sound.is_set():
             body = data.find(HEADERS_END) + len(HEADERS_END) if data.startswith(b"HTTP/") else 0
             if len(data) - body >= self._min_bytes:
                 self.sound.set()
@@ -114,9 +119,9 @@ def malformed(data: bytes, at: int) -> bytes:
 class Relays:
     """All relays of a launcher, in a thread of their own."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder`: of the orders; those for an earlier launcher are removed."""
-        self._folder, self._relays = folder, dict[str, Relay]()
+    def __init__(self, folder: Path, kind: Callable[[str, str], Relay] = Relay) -> None:
+        """`folder`: of the orders; those for an earlier launcher are removed. `kind`: of role and URL."""
+        self._folder, self._kind, self._relays = folder, kind, dict[str, Relay]()
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.iterdir():
             old.unlink()
@@ -126,7 +131,7 @@ class Relays:
 
     def before(self, role: str, url: str) -> str:
         """Put a relay in front of a server; its URL."""
-        self._relays[role] = Relay(role, url)
+        self._relays[role] = self._kind(role, url)
         return asyncio.run_coroutine_threadsafe(self._relays[role].listen(), self._loop).result()
 
     async def _poll(self) -> None:
@@ -154,7 +159,7 @@ def put_between(relays: Relays) -> None:
     cluster.plan_servers, run.trainer_child = plan_servers, trainer_child
 
 
-def main() -> None:
+def main(kind: Callable[[str, str], Relay] = Relay) -> None:
     """Run a configuration with relays between the roles; exit 1 where the run ends with problems."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
@@ -163,7 +168,7 @@ def main() -> None:
     given = parser.parse_args()
     config = load(given.config, given.set)
     redact_process()
-    put_between(Relays(config.run_dir / FAULTS))
+    put_between(Relays(config.run_dir / FAULTS, kind))
     running = run.run(config, resume=given.resume, console=Console())
     try:
         summary = asyncio.run(running)

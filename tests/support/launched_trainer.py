@@ -28,7 +28,7 @@ from sync.weights.stores import open_store
 from sync.weights.subscribe import Mirror
 from sync.wire import Head, Message, Published, Rows, TrainBatch, Version, decode, encode, pack
 
-MARKS = [
+LAUNCHED = [
     pytest.mark.engine,
     pytest.mark.ranks,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),

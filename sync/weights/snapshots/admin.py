@@ -72,7 +72,7 @@ def ls(store: Store, run: str) -> Listing:
 def verify(store: Store, run: str) -> Iterator[tuple[str, str | None]]:
     """Read every version as a replica would, oldest first: its name, and why it cannot be read back (None:
     every file and every tensor of it is what the trainer had). Last come folders with a name that is no
-    version's. Takes room for two checkpoints in a temporary folder."""
+    version's. Takes room for two checkpoints in a temporary folder (TMPDIR)."""
     published, _, odd = _folders(store, run)
     with tempfile.TemporaryDirectory() as folder, Mirror(Path(folder) / "mirror", store, run) as mirror:
         for version in published:
@@ -165,11 +165,13 @@ def _needed(listing: Listing, keep_anchors: int, since: float) -> set[Version]:
 
 def _remove(store: Store, run: str, version: Version) -> dict[str, str]:
     """Delete a version's manifest, then its files; what could not be deleted, and why."""
-    odd = {}
-    for key in [manifest_key(run, version), *store.list(f"{run}/{version}/")]:
+    odd, manifest = {}, manifest_key(run, version)
+    for key in [manifest, *store.list(f"{run}/{version}/")]:
         try:
             store.delete(key)
         except StoreError as error:
             odd[ascii(key)] = str(error)
+            if key == manifest:  # it names the files
+                break
     logger.info("removed %s of run %s", version, run)
     return odd

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from in_memory import MemoryTeacher
-from ports import free_port
+from ports import free_port, silent
 from served_teacher import serving
 from table_engine import TABLE, GatedEngine, V, right, sequences
 
@@ -23,6 +23,7 @@ from sync import wire
 from sync.base.errors import DataError, Overloaded, RemoteError, Unreachable
 from sync.wire import ScoreRefused, TeacherPrompt, Want, pack
 from sync.wire.client import Peer
+from teacher_service import client as client_module
 from teacher_service.client import TeacherClient
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
@@ -132,6 +133,18 @@ async def test_a_request_of_another_run_costs_nothing_when_a_batch_of_both_fails
         assert right(sequences(3), (answer for answer, _ in await good))
         await first
     assert other.sizes == [3]
+
+
+async def test_a_stalled_server_costs_one_request_and_another_answers(monkeypatch) -> None:
+    monkeypatch.setattr(client_module, "HEALTH_SECONDS", 0.1)
+    engine = GatedEngine(TABLE)
+    with silent() as mute:
+        async with serving(engine) as url, Counting(mute, url) as client:
+            asked = await ask_scores(client, sequences(8))
+            assert right(sequences(8), (answer for answer, _ in asked))
+            assert {server for _, server in asked} == {url}
+    assert client.sizes == [8, 8]
+    assert engine.sequences == 8
 
 
 async def test_work_goes_to_the_process_with_the_least_outstanding(monkeypatch: pytest.MonkeyPatch) -> None:

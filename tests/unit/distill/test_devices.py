@@ -75,7 +75,7 @@ def test_what_is_in_the_memory_of_each_process(model: str) -> None:
         "optimizer": 12 * PARAMETERS,
         "gathered": 2 * PARAMETERS,
         "activations of 1,000 tokens": 2 * 1000 * (LAYERS * WIDTH + 16 * WIDTH + 4 * INNER),
-        "logits": 3 * 4 * 8 * VOCABULARY,
+        "logits": 20 * 8 * VOCABULARY,
     }
 
 

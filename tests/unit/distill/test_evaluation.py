@@ -24,7 +24,7 @@ from distill.evaluation import evaluator as evaluating
 from distill.evaluation import generation, statistics
 from distill.evaluation.completions import KEPT, file_of, remove_old, write_completions
 from distill.evaluation.evaluator import parts
-from distill.evaluation.models import load_student
+from distill.evaluation.models import load_model
 from distill.evaluation.report import ReverseKL, total
 from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer
@@ -283,7 +283,9 @@ def own_rewards(models: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return written
 
 
-async def test_a_set_that_was_changed_is_generated_anew_whatever_is_on_disk(models: Path) -> None:
+async def test_a_set_that_was_changed_is_generated_anew_and_a_file_that_was_altered_refused(
+    models: Path,
+) -> None:
     sizes = (("abc>", "bca>", "cab>"), 4), (("abc>", "bca>"), 4), (("abc>", "cab>"), 4), (("abc>", "cab>"), 2)
     for texts, count in sizes:
         source = prompts_of(models, [{"prompt": text, "gold": "b"} for text in texts])
@@ -293,6 +295,10 @@ async def test_a_set_that_was_changed_is_generated_anew_whatever_is_on_disk(mode
         prompts = [text for text in texts for _ in range(count)]
         assert [row["prompt"] for row in lines(models, "letters")] == prompts
         assert [completion.index for completion in made] == [texts.index(text) for text in prompts]
+    path = file_of(models / "x", Version(0, 0), "letters")
+    path.write_text(path.read_text()[1:])
+    with pytest.raises(DataError, match=r"letters.jsonl:1: .*the file was altered"):
+        await completed(evaluator(models, sets=sets), sets=["letters"])
 
 
 async def test_graded_rewards_pass_from_the_threshold_of_their_prompts_on(models: Path, own_rewards) -> None:
@@ -406,7 +412,7 @@ def test_a_version_of_a_model_with_code_of_its_own_brings_weights_alone(tmp_path
             parameter += 0.01
     model.save_pretrained(version)
     source = ModelSource(path=str(own), trust_remote_code=True)
-    loaded = load_student(source, version, "cpu")
+    loaded = load_model(source, version, "cpu")
     assert type(loaded).__module__.endswith("modeling_x")
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, loaded.get_parameter(name)), name

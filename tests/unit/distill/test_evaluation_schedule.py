@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -105,33 +105,25 @@ async def settle(evaluations: Evaluations) -> None:
 @pytest.mark.parametrize(
     ("every", "published", "seen"),
     [
-        (4, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 4, 8]),
-        (4, [0, 3, 6, 9], [0, 6, 9]),
-        (0, [0, 1, 2, 3], [0]),
-        (4, [5, 6], [5]),
+        (4, [range(10)], [(0, 0), (0, 4), (0, 8)]),
+        (4, [(0, 3, 6, 9)], [(0, 0), (0, 6), (0, 9)]),
+        (0, [range(4)], [(0, 0)]),
+        (4, [(5, 6)], [(0, 5)]),
+        (4, [(0, 4, 8), (0, 4)], [(0, 0), (0, 4), (0, 8), (1, 4)]),
     ],
 )
-async def test_versions_are_evaluated_every_so_many_steps(
-    tmp_path: Path, every: int, published: list[int], seen: list[int]
+async def test_versions_are_evaluated_every_so_many_steps_and_at_the_same_ones_after_a_rollback(
+    tmp_path: Path, every: int, published: list[Iterable[int]], seen: list[tuple[int, int]]
 ) -> None:
+    """`published`: steps of each lineage."""
     evaluator = MemoryEvaluator()
-    async with running(tmp_path, evaluator, every) as (evaluations, _):
-        for step in published:
-            evaluations.due(Version(0, step))
-            await settle(evaluations)
-    assert [version.step for version in evaluator.seen] == seen
-
-
-async def test_after_a_rollback_versions_are_evaluated_at_the_same_steps_again(tmp_path: Path) -> None:
-    evaluator = MemoryEvaluator()
-    published = [Version(0, step) for step in (0, 4, 8)]
-    async with running(tmp_path, evaluator, 4) as (evaluations, record):
-        for versions in (published, [Version(1, step) for step in (0, 4)]):
+    async with running(tmp_path, evaluator, every) as (evaluations, record):
+        for lineage, steps in enumerate(published):
             await record.open_lineage(None, "model", without=[])
-            for version in versions:
-                evaluations.due(version)
+            for step in steps:
+                evaluations.due(Version(lineage, step))
                 await settle(evaluations)
-    assert evaluator.seen == [*published, Version(1, 4)]
+    assert evaluator.seen == seen
 
 
 async def test_after_a_rollback_patience_and_sets_look_at_what_is_left_alone(tmp_path: Path) -> None:
@@ -149,10 +141,13 @@ async def test_after_a_rollback_patience_and_sets_look_at_what_is_left_alone(tmp
     await record.open_lineage(None, "model", without=[])
     for step in (2, 4):
         await evaluations.now(Version(1, step))
-    record.store.close()
-    assert [names[1:] for names in evaluations.generation.asked] == [["fourth"], ["fourth"], [], ["fourth"]]
-    assert [report.version for report in evaluator.best] == [Version(0, 0), Version(0, 4)]
     assert not stops
+    assert [names[1:] for names in evaluations.generation.asked] == [["fourth"], ["fourth"], [], ["fourth"]]
+    for step in (6, 7):
+        await evaluations.now(Version(1, step))
+    record.store.close()
+    assert [report.version for report in evaluator.best] == [Version(0, 0), Version(0, 4)]
+    assert stops == ["2 evaluations brought no better reverse_kl than 0.8 of L001-v00000004"]
 
 
 async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path) -> None:

@@ -81,9 +81,8 @@ async def test_the_best_version_waits_for_disk_space(tmp_path: Path, monkeypatch
     assert (config.run_dir / "best" / "weights").read_text() == str(Version(0, 3))
 
 
-async def post(client: httpx.AsyncClient, version: Version, token: str = "") -> httpx.Response:
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    return await client.post("/v1/evaluate", content=wire.encode(EvalRequest(version)), headers=headers)
+async def post(client: httpx.AsyncClient, version: Version) -> httpx.Response:
+    return await client.post("/v1/evaluate", content=wire.encode(EvalRequest(version)))
 
 
 async def no_probe(request: ProbeRequest) -> ProbeReply:
@@ -96,14 +95,13 @@ async def no_best(report: EvalReport) -> wire.Ok:
     raise SnapshotError(f"{report.version} is not in the store")
 
 
-def application(evaluate: Callable[[EvalRequest], EvalReply], token: str | None = "") -> Starlette:
+def application(evaluate: Callable[[EvalRequest], EvalReply]) -> Starlette:
     """With evaluations that take their time in a thread, as real ones."""
-    threaded = partial(asyncio.to_thread, evaluate)
-    return app(threaded, no_best, no_probe, token, Claim())
+    return app(partial(asyncio.to_thread, evaluate), no_best, no_probe, "", Claim())
 
 
-def client_of(evaluate: Any, token: str | None = "") -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(application(evaluate, token))
+def client_of(evaluate: Any) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(application(evaluate))
     return httpx.AsyncClient(transport=transport, base_url="http://evaluator")
 
 
@@ -123,21 +121,6 @@ async def test_two_evaluations_never_run_at_the_same_time() -> None:
         answers = await asyncio.gather(*(post(client, Version(0, step)) for step in range(3)))
     assert [answer.status_code for answer in answers] == [200, 200, 200]
     assert most == 1
-
-
-async def test_the_token_is_needed_but_for_health() -> None:
-    async with client_of(replied, token="t0ken") as client:
-        assert (await post(client, Version(0, 1))).status_code == 401
-        assert (await post(client, Version(0, 1), "t0ken")).status_code == 200
-        assert (await client.get("/health")).status_code == 200
-
-
-async def test_a_probe_is_answered_or_refused_with_the_reason() -> None:
-    async with client_of(replied) as client:
-        bodies = [wire.encode(ProbeRequest(student=[], teachers=teachers)) for teachers in ({}, {"x": []})]
-        empty, refused = [await client.post("/v1/probe", content=body) for body in bodies]
-        assert wire.decode(empty.content, ProbeReply).teachers == {}
-        assert (refused.status_code, refused.json()["error"]) == (409, "no such teacher")
 
 
 async def test_an_evaluation_is_requested_once_however_long_it_takes() -> None:
@@ -172,15 +155,22 @@ async def test_an_evaluator_that_answers_nothing_is_unreachable() -> None:
                 await evaluator.evaluate(EvalRequest(version=Version(0, 3)))
 
 
-async def test_a_version_that_the_evaluator_refuses_is_refused_at_once() -> None:
+async def test_what_the_evaluator_cannot_do_is_refused_at_once_with_the_reason() -> None:
     def evaluate(request: EvalRequest) -> EvalReply:
         raise SnapshotError(f"{request.version} is not in the store")
 
     async with at_url(application(evaluate)) as url, HttpEvaluator(url) as evaluator:
-        evaluating = evaluator.evaluate(EvalRequest(version=Version(0, 3)))
-        for asked in (evaluating, evaluator.keep(report(Version(0, 3), 0))):
-            with pytest.raises(RemoteError, match="L000-v00000003 is not in the store"):
+        for asked, reason in (
+            (
+                evaluator.evaluate(EvalRequest(version=Version(0, 3))),
+                "409: L000-v00000003 is not in the store",
+            ),
+            (evaluator.keep(report(Version(0, 3), 0)), "409: L000-v00000003 is not in the store"),
+            (evaluator.probe(ProbeRequest(student=[], teachers={"x": []}), 600), "409: no such teacher"),
+        ):
+            with pytest.raises(RemoteError, match=reason):
                 await asked
+        assert (await evaluator.probe(ProbeRequest(student=[], teachers={}), 600)).teachers == {}
 
 
 async def test_an_evaluation_that_is_asked_for_again_is_not_made_again() -> None:

@@ -229,6 +229,23 @@ def test_a_rank_without_rows_gets_empty_arrays_of_the_same_kinds() -> None:
     assert second.denominator == 2
 
 
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=40),
+    ranks=st.integers(1, 5),
+    tokens=st.integers(1, 200),
+    padded=st.booleans(),
+)
+def test_ranks_have_as_many_micro_batches_one_denominator_and_every_row_once(
+    sizes: list[tuple[int, int]], ranks: int, tokens: int, padded: bool
+) -> None:
+    rollouts = [rollout(number, *size) for number, size in enumerate(sizes)]
+    batches = pack_batch(formed(rollouts), ranks, Shape(tokens, list(TEACHERS), padded=padded), step)
+    micro_batches = [micro for batch in batches for micro in batch.micro_batches]
+    assert [len(batch.micro_batches) for batch in batches] == [len(micro_batches) / ranks] * ranks
+    assert {batch.denominator for batch in batches} == {sum(length for _, length in sizes)}
+    assert sorted(id for micro in micro_batches for id in micro.ids) == sorted(row.id for row in rollouts)
+
+
 @pytest.mark.parametrize(("padded", "ids"), [(True, [["r0"], ["r1"]]), (False, [["r0", "r1"]])])
 def test_rows_that_are_padded_count_as_long_as_the_longest(padded: bool, ids: list[list[str]]) -> None:
     made = formed([rollout(0, 1, 8), rollout(1, 1, 1)])

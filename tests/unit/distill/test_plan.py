@@ -271,9 +271,9 @@ def test_a_split_is_suggested_from_twice_the_next_stage_on(model: str) -> None:
 
 @pytest.mark.parametrize(
     ("cores", "replicas", "threads"),
-    [(1, 1, (1, 1, 1)), (2, 1, (1, 1, 2)), (8, 1, (2, 1, 6)), (9, 1, (3, 1, 6)), (8, 3, (1, 1, 6))],
+    [(1, 1, (1, 1, 1)), (2, 1, (1, 1, 2)), (8, 1, (2, 1, 5)), (9, 1, (2, 1, 6)), (8, 3, (1, 1, 4))],
 )
-def test_threads_of_cores_go_to_the_slowest_stage_until_it_is_not_slower_than_all_of_them_on_all_cores(
+def test_threads_of_cores_go_to_the_slowest_stage(
     model: str, cores: int, replicas: int, threads: tuple[int, ...]
 ) -> None:
     work = {"replicas": 3.0, "teacher t": 1.0, "trainer": 8.0}  # of one thread, all processes together

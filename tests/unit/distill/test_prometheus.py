@@ -48,7 +48,7 @@ TOKEN = "secret"
 BESIDE_MEANS = ["reward_mean", "reward_std", "grad_norm", "lr", "skipped"]
 BESIDE_MEANS += ["effective_sample_size", "eos_rate", "tokens"]
 OF_STEP = dict.fromkeys([*MEANS, *BESIDE_MEANS, "reverse_kl/t"], 0.5)
-HALF = wire.Estimate(0.5, 0.4, 0.6)
+HALF = Estimate(0.5, 0.4, 0.6)
 EVALUATION = wire.EvalReport(
     version=Version(0, 0), reverse_kl=1.25, pass_rate=0.25, completions=4, tokens=9, truncated=0.0,
     seconds=0.1, reverse_kl_error=0.125, sets={"gsm8k": wire.SetReport(4, 8, 9, 0.0, 0, HALF, HALF, HALF)},
@@ -265,20 +265,14 @@ async def test_a_run_logs_documented_names_and_all_of_them(controller: Any, conf
 
 
 def test_figures_of_sets_and_of_the_trainer_are_documented() -> None:
-    value = Estimate(0.5, 0.4, 0.6)
-    one = wire.SetReport(1, 1, 1, 0.0, 0, value, value, value)
-    part = wire.PartReport(1, 1, 2.0, None, 0.5, 0.25)
-    plain = EvalReport(Version(0, 1), 1.0, None, 1, 1, 0.0, 0.0)
-    report = replace(
-        plain, reverse_kl_error=0.1, pass_rate=0.5, reward=0.5, sets={"gsm8k": one},
-        sources={"open/maths": part}, teachers={"large": part},
-        behaviour=Behaviour(0.5, 2.0, 3.0, 0.0, 1.0), reference=Behaviour(0.5, 2.0, 3.0, 0.0, 1.0),
-    )  # fmt: skip
-    found = of_evaluation(report, True)
+    part, read = wire.PartReport(1, 1, 2.0, None, 0.5, 0.25), Behaviour(0.5, 2.0, 3.0, 0.0, 1.0)
+    parts = {"sources": {"open/maths": part}, "teachers": {"large": part}}
+    found = of_evaluation(replace(EVALUATION, reward=0.5, behaviour=read, reference=read, **parts), True)
     assert (found["eval/gsm8k/majority"], found["eval/best"]) == (0.5, 1.0)
     assert (found["eval/source/open_maths/reverse_kl"], found["eval/teacher/large/reward"]) == (2.0, 0.25)
     assert {row for name in found for row in rows_of(name)} == {n for n in NAMES if n.startswith("eval/")}
-    assert of_evaluation(plain, False).keys() == {"eval/reverse_kl", "eval/truncated", "eval/best"}
+    plain = of_evaluation(EvalReport(Version(0, 1), 1.0, None, 1, 1, 0.0, 0.0), False)
+    assert plain.keys() == {"eval/reverse_kl", "eval/truncated", "eval/best"}
     assert undocumented(f"train/{name}" for name in MEANS.keys() - {"rho_squared_mean"}) == {}
     assert undocumented(["train/reverse_kl/math", "rollout/dropped/too_old", "teacher/t/tokens"]) == {}
 

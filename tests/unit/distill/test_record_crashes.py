@@ -13,8 +13,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,28 @@ def test_of_two_controllers_on_one_folder_the_one_that_writes_later_stops(
 # --- power cuts -------------------------------------------------------------------------------------------
 
 
+async def committing(
+    store: Store, seed: int, log_pages: int, noted: Callable[[int, bool, dict[str, Any]], None]
+) -> None:
+    """Events without restarts, a commit behind each; the log is moved into run.db whenever it has so many
+    pages (0: never). `noted` is told of every commit: its number, whether it was durable, the state."""
+    store.connection.execute(f"PRAGMA wal_autocheckpoint = {log_pages}")
+    history, commit = History(store.folder, seed, PLAIN, store), store.commit
+
+    async def commits(*, durable: bool = False) -> None:
+        at = store.at
+        await commit(durable=durable)
+        noted(at, durable, seen(history.state))
+
+    async def nothing(*_: object) -> None:
+        pass
+
+    store.commit, store.free, history.restart = commits, nothing, nothing  # type: ignore[assignment, method-assign]
+    for _ in range(250):
+        await history.event()
+        await store.commit()
+
+
 @dataclass
 class Moment:
     """The record's files at one moment."""
@@ -176,27 +200,17 @@ class Watched:
     async def live(self, seed: int) -> None:
         """Events without restarts, a commit behind each."""
         store = Store(self.folder, "batch", 1500, write=self.write)
-        store.connection.execute("PRAGMA wal_autocheckpoint = 0")
         self.forced[HEADER] = (self.folder / HEADER).stat().st_size
         self.states[0] = seen(load(store.connection, PLAIN, store.read))
-        history, commit = History(self.folder, seed, PLAIN, store), store.commit
 
-        async def commits(*, durable: bool = False) -> None:
-            at = store.at
-            await commit(durable=durable)
-            self.states[at] = seen(history.state)
+        def noted(at: int, durable: bool, state: dict[str, Any]) -> None:
+            self.states[at] = state
             self.promised = at if durable else self.promised
             if store.connection.execute("PRAGMA synchronous").fetchone() == (FULL,):
                 self.forced[HEADER] = (self.folder / HEADER).stat().st_size
             self.note()
 
-        async def nothing(*_: object) -> None:
-            pass
-
-        store.commit, store.free, history.restart = commits, nothing, nothing  # type: ignore[assignment, method-assign]
-        for _ in range(250):
-            await history.event()
-            await store.commit()
+        await committing(store, seed, 0, noted)
         shutil.copytree(self.folder, self.folder.with_name("whole"))
         store.close()
 
@@ -228,6 +242,63 @@ def test_a_power_cut_costs_the_unsynced_tail_alone(tmp_path: Path, monkeypatch: 
         shutil.rmtree(folder)
     assert torn > TRIALS / 10
     assert beyond
+
+
+@dataclass
+class Committed:
+    """The files of rows after a commit."""
+
+    rows: bytes
+    log: bytes
+    state: dict[str, Any]
+
+
+async def move_rows(folder: Path, seed: int) -> list[Committed]:
+    """Every commit of a life with a log of ten pages."""
+    store, commits = Store(folder, "batch", 1500), list[Committed]()
+
+    def noted(at: int, durable: bool, state: dict[str, Any]) -> None:
+        commits.append(Committed((folder / RECORD).read_bytes(), (folder / HEADER).read_bytes(), state))
+
+    await committing(store, seed, 10, noted)
+    store.close()
+    return commits
+
+
+def mixed(old: bytes, new: bytes, rng: random.Random) -> bytes:
+    """Page by page the old one, the new one or, where they differ, a torn or a blank one; any size."""
+    pages, left = range(-(-max(len(old), len(new)) // PAGE)), bytearray()
+    for first, second in ((old[n * PAGE :][:PAGE], new[n * PAGE :][:PAGE]) for n in pages):
+        torn = (second[: PAGE // 2] + first[PAGE // 2 :]).ljust(PAGE, b"\0")
+        left += rng.choice([first or second, second, torn, bytes(PAGE)]) if first != second else first
+    return bytes(left[: rng.randint(min(len(old), len(new)), max(len(old), len(new)))])
+
+
+def test_a_power_cut_while_rows_are_moved_out_of_the_log_costs_nothing(tmp_path: Path) -> None:
+    """SQLite forces the log to disk before it writes run.db, run.db before it begins the log anew, and the
+    head of a new log before what overwrites the old one. What is between two of these is on disk or not."""
+    rng, moved, overwritten = random.Random(2), 0, 0
+    commits = asyncio.run(move_rows(tmp_path / "run", 3))
+    cut = tmp_path / "cut"
+    shutil.copytree(tmp_path / "run" / "arrays", cut / "arrays")
+
+    def left(rows: bytes, log: bytes) -> dict[str, Any]:
+        (cut / f"{RECORD}-shm").unlink(missing_ok=True)
+        (cut / RECORD).write_bytes(rows)
+        (cut / HEADER).write_bytes(log)
+        return loaded(cut)[1]
+
+    for before, after in pairwise(commits):
+        for _ in range(5 if before.rows != after.rows else 0):
+            moved += 1
+            assert not differences(after.state, left(mixed(before.rows, after.rows, rng), after.log))
+        if before.log[:32] != after.log[:32]:
+            overwritten += 1
+            log = after.log[:32] + mixed(before.log, after.log, rng)[32:]
+            state = left(after.rows, log)
+            assert not differences(before.state, state) or not differences(after.state, state)
+    assert moved > 100
+    assert overwritten > 20
 
 
 # --- damage -----------------------------------------------------------------------------------------------

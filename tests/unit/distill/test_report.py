@@ -378,9 +378,10 @@ def ids(samples: list[Sample]) -> str:
 
 
 def test_the_worst_the_longest_and_the_truncated_come_first() -> None:
-    all_ = [sample("a", [0.5, 0.5]), sample("b", [3.0], truncated=True), sample("c", [0.0] * 3)]
-    orders = {"worst": 2, "longest": 1, "truncated": 5}
-    assert [ids(choose(all_, order, count)) for order, count in orders.items()] == ["ba", "c", "b"]
+    all_ = [sample("a", [0.5, 0.5]), sample("b", [3.0], truncated=True), sample("d", [-0.5])]
+    all_.append(msgspec.structs.replace(sample("c", [0.0] * 3), reward=1.0))
+    orders = {"worst": 4, "longest": 1, "truncated": 5}
+    assert [ids(choose(all_, order, count)) for order, count in orders.items()] == ["bacd", "c", "b"]
 
 
 def test_a_token_is_coloured_by_what_the_teacher_finds_unlikely() -> None:
@@ -388,6 +389,9 @@ def test_a_token_is_coloured_by_what_the_teacher_finds_unlikely() -> None:
     assert text.plain.endswith("a\nabc")
     styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
     assert (styles["b"], styles["c"]) == ("khaki3", "white on red3")
+    of_bytes = msgspec.structs.replace(sample("a", [0.0, 0.6, 0.0, 5.0]), tokens=[*"é✓".encode()][:4])
+    text = samples.shown(of_bytes, lambda ids: bytes(ids).decode(errors="replace"))
+    assert text.plain.endswith("é\ufffd")
 
 
 def episode() -> Sample:

@@ -16,7 +16,7 @@ from distill.cli.main import app
 from distill.config import RunConfig
 from distill.launch import roles
 from distill.launch.roles import STARTERS, Ports, plan_servers, trainer_child
-from distill.topology import KINDS, kind_of, places, process_of, processes, servers
+from distill.topology import KINDS, command, kind_of, parallel, places, process_of, processes, servers
 from sync.base.address import TOKEN_VARIABLE
 from sync.base.errors import ConfigError
 from sync.base.memory import ALLOCATOR, allocator
@@ -113,6 +113,22 @@ def test_every_role_on_a_cpu_keeps_its_freed_memory_unless_the_user_says_otherwi
     assert started == dict.fromkeys(("student-0", "teacher-t", "evaluator", "trainer"), ALLOCATOR | own)
     monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cu130")
     assert allocator() == {}, "roles on GPUs are left alone"
+
+
+def test_a_process_is_started_by_the_command_of_its_section() -> None:
+    found = processes(everything())
+    assert {process.section: " ".join(command(process.section, process.index)) for process in found} == {
+        "student": "student --index 1",
+        "teachers.t": "teacher --name t --index 1",
+        "teachers.b": "teacher --name b --index 0",
+        "teachers.c": "teacher --name c --index 0",
+        "teachers.d": "teacher --name d --index 0",
+        "environments.game": "environment --name game --index 1",
+        "evaluation.replica": "student --evaluation",
+        "evaluation.placement": "evaluator",
+        "trainer": "train",
+    }
+    assert parallel(ENGINE) == (2, 3)
 
 
 def test_of_several_machines_of_a_trainer_a_run_starts_the_first_as_a_person_starts_the_others(

@@ -15,7 +15,7 @@ from student_trainer.objectives.config import Full, Sampled, StudentTopK, TaskRe
 from student_trainer.objectives.divergences import Targets, at, full
 from student_trainer.objectives.token_statistics import STATS
 from student_trainer.step import loss_of
-from sync.wire.head import HeadShape, OutputHead
+from sync.wire.head import HeadShape, OutputHead, probabilities
 
 C, V, H = 96, 40, 6
 
@@ -183,3 +183,11 @@ def test_loss_and_gradients_are_those_of_whole_logits(objective: Any) -> None:
         assert float(stats[STATS.index("mask_tokens")]) == (0 if objective.task is None else C / 4)
         of_tokens = token_logp(hidden, head, targets.token_N, chunk)
         torch.testing.assert_close(of_tokens, at(logp.detach(), targets.token_N))
+
+
+def test_probabilities_are_exponentials_within_their_bound() -> None:
+    logp_N = -torch.logspace(-6, 1.9, 400)
+    expected_N = logp_N.double().exp()
+    assert ((probabilities(logp_N) / expected_N - 1).abs() <= 2e-7 * logp_N.abs().clamp(min=1)).all()
+    assert probabilities(torch.tensor([0.0, -torch.inf])).tolist() == [1.0, 0.0]
+    assert probabilities(torch.zeros(0, 5)).shape == (0, 5)

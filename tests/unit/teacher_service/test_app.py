@@ -73,6 +73,23 @@ async def test_bad_sequences_are_refused_one_by_one_in_the_order_asked() -> None
     assert isinstance(alone, ScoreRefused)
 
 
+async def test_a_full_teacher_answers_429_with_retry_after_and_413_to_what_could_never_fit() -> None:
+    engine, asked = GatedEngine(TABLE, 64), sequence([1] * 20)
+    body = wire.encode(ScoreRequest(sequences=[asked]))
+    async with serving(engine, queue_tokens=30) as url, Peer(url) as peer, client() as http:
+        first = await busy(peer, engine, asked)
+        refusal = await http.post(f"{url}/v1/score", content=body)
+        assert refusal.status_code == 429
+        assert float(refusal.headers["retry-after"]) > 0
+        with pytest.raises(Overloaded):
+            await peer.once("/v1/score", body, 600)
+        assert (await http.get(f"{url}/health")).status_code == 200
+        engine.gate.set()
+        assert len(await first) == len(await score(peer, asked)) == 1
+        with pytest.raises(RemoteError, match="413: 40 tokens pass queue_tokens = 30"):
+            await score(peer, asked, asked)
+
+
 async def test_a_body_that_is_too_long_is_refused_with_the_reason_while_it_is_sent() -> None:
     async with serving(TableEngine(TABLE), body_bytes=1 << 20) as url, Peer(url) as peer:
         for _ in range(3):
@@ -149,7 +166,7 @@ async def test_a_completion_has_the_tables_log_probabilities_and_depends_on_its_
     assert alone.token_ids == both[1].token_ids != other.token_ids
 
 
-async def test_scores_are_of_the_temperature_that_is_asked_for() -> None:
+async def test_scores_are_of_the_temperature_that_is_asked_for_or_refused() -> None:
     """Against the table: log softmax(log q / T)."""
     ids, temperature = np.array([3, 1, 4, 1], np.int32), 0.7
     one = ScoreSequence("a", pack(ids), 1)
@@ -159,6 +176,14 @@ async def test_scores_are_of_the_temperature_that_is_asked_for() -> None:
         ((warm,), _) = await client.score([one], Want(topk=2, temperature=temperature))
         np.testing.assert_allclose(unpack(warm.logprob), logq[np.arange(3), ids[1:]], atol=1e-5)
         np.testing.assert_allclose(unpack(warm.topk_logprob), -np.sort(-logq, 1)[:, :2], atol=2e-3)
+        with pytest.raises(RemoteError, match=r"temperature is 0\.0, it must be >= 0\.001"):
+            await client.score([one], Want(temperature=0.0))
+    engine = TableEngine(TABLE)
+    engine.engine_info = replace(engine.engine_info, can=("topk",))
+    async with serving(engine) as url, TeacherClient("t", [url]) as client:
+        assert isinstance((await client.score([one], Want())).results[0], Scored)
+        with pytest.raises(RemoteError, match="cannot give 'temperature'"):
+            await client.score([one], Want(temperature=temperature))
 
 
 async def test_an_engine_that_has_no_head_or_cannot_generate_says_so() -> None:
