@@ -48,10 +48,14 @@ def best(reports: list[wire.EvalReport], metric: Metric) -> wire.EvalReport | No
     return max(reports, key=lambda report: score(report, metric), default=None)
 
 
-def exhausted(reports: list[wire.EvalReport], metric: Metric, patience: int | None) -> bool:
-    """Whether the last `patience` of a lineage's reports brought no improvement; patience None: never."""
+def unbettered(
+    reports: list[wire.EvalReport], metric: Metric, patience: int | None
+) -> wire.EvalReport | None:
+    """The best of a lineage's reports, once `patience` of them in a row brought none better; None: go on, as
+    always where patience is None."""
     top = best(reports, metric)
-    return patience is not None and top is not None and len(reports) - 1 - reports.index(top) >= patience
+    late = patience is not None and top is not None and len(reports) - 1 - reports.index(top) >= patience
+    return top if late else None
 
 
 def due_sets(config: EvaluationConfig, reports: list[wire.EvalReport], step: int, last: bool) -> list[str]:
@@ -160,11 +164,10 @@ class Evaluations:
         await self._record.store.commit()
         await asyncio.to_thread(remove_old, self._run_dir)
         self._done(report, is_best)
-        if exhausted(reports := self._of_lineage(), metric, self._config.patience):
-            top = max(reports, key=lambda each: score(each, metric))
+        if top := unbettered(self._of_lineage(), metric, self._config.patience):
             self._stop(
                 f"{self._config.patience} evaluations brought no better {metric} than "
-                f"{abs(score(top, metric)):.4g} of {top.version}"
+                f"{getattr(top, metric):.4g} of {top.version}"
             )
         return report
 

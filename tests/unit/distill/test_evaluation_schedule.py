@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from distill.buffer import Bound, Rules
 from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.completions import Completion
 from distill.evaluation.generation import Generation
-from distill.evaluation.schedule import Evaluations, best, due_sets, exhausted
+from distill.evaluation.schedule import Evaluations, best, due_sets, unbettered
 from distill.prompts.stream import PromptStream
 from distill.record.record import Record
 from distill.record.store import Store
@@ -51,7 +52,7 @@ def test_the_best_is_the_lowest_kl_or_the_highest_pass_rate() -> None:
 @pytest.mark.parametrize(("patience", "over"), [(None, False), (2, True), (3, False)])
 def test_patience_counts_reports_after_the_best(patience: int | None, over: bool) -> None:
     reports = [report(0, 1.0), report(2, 0.3), report(4, 0.4), report(6, 0.3)]
-    assert exhausted(reports, "reverse_kl", patience) is over
+    assert unbettered(reports, "reverse_kl", patience) is (reports[1] if over else None)
 
 
 class Completed(Generation):
@@ -148,6 +149,25 @@ async def test_after_a_rollback_patience_and_sets_look_at_what_is_left_alone(tmp
     record.store.close()
     assert [report.version for report in evaluator.best] == [Version(0, 0), Version(0, 4)]
     assert stops == ["2 evaluations brought no better reverse_kl than 0.8 of L001-v00000004"]
+
+
+async def test_a_figure_that_was_not_bettered_keeps_its_sign(tmp_path: Path, monkeypatch) -> None:
+    evaluations, record = bench(tmp_path, MemoryEvaluator(), 1, patience=1, metric="reward")
+    completions, stops = evaluations.generation.completions, list[str]()
+
+    async def bad(version: Version, names: Sequence[str]) -> dict[str, list[Completion]]:
+        made = await completions(version, names)
+        return {
+            name: [dataclasses.replace(completion, reward=-0.5) for completion in made[name]] for name in made
+        }
+
+    monkeypatch.setattr(evaluations.generation, "completions", bad)
+    evaluations._stop = stops.append
+    await record.open_lineage(None, "model")
+    for step in (0, 1):
+        await evaluations.now(Version(0, step))
+    record.store.close()
+    assert stops == ["1 evaluations brought no better reward than -0.5 of L000-v00000000"]
 
 
 async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path) -> None:
