@@ -105,8 +105,8 @@ REAL: Final = ROOT / ".cache" / "real"  # of `make real`: prompts, a student of 
 SCALES: Final = {
     "toy": Scale(240, learns=True),
     "large": Scale(24),
-    "real": Scale(14, 2, 3, "smollm2"),
-    "rewards": Scale(24, 0, 4, ""),
+    "real": Scale(14, 2, 5, "smollm2"),
+    "rewards": Scale(24, 0, 6, ""),
 }
 ScaleName = Annotated[
     Literal["toy", "large", "real"],

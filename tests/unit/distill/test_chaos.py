@@ -44,6 +44,7 @@ from sync.base.errors import DistillError, Unreachable
 from sync.wire import Version
 from sync.wire.client import Peer
 from tests import benchmarks
+from tests.benchmarks.asynchronous import SCALES, settled
 from tests.benchmarks.figures import comparison, with_json
 
 ROOT = Path(__file__).parents[3]
@@ -290,6 +291,11 @@ def test_a_benchmark_prints_a_table_and_writes_its_figures_before_a_problem_in_t
     shown = CliRunner().invoke(app, ["--count", "3", "--json", str(file)])
     assert (shown.output, str(shown.exception or "")) == ("3 of them\n", problem)
     assert json.loads(file.read_text()) == {"count": 3}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_runs_that_choose_a_precision_are_long_enough_for_a_time_of_a_step(scale: str) -> None:
+    assert len(settled([{}] * SCALES[scale].probe_steps)) >= 2
 
 
 def test_a_ratio_above_one_is_in_favour_of_the_new_variant() -> None:
