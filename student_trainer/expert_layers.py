@@ -87,7 +87,7 @@ def parts(model: Any) -> dict[str, Part]:
 
 
 def _of_layer(prefix: str, layer: Any, family: Any) -> dict[str, Part]:
-    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in layer.named_parameters()}
+    shapes = {name: shape_of(parameter) for name, parameter in layer.named_parameters()}
     renamed = {"router.gate.weight": "gate.weight"}
     for module, original in (("shared_experts", family.shared), ("shared_experts_gate", family.shared_gate)):
         for name in shapes:
@@ -109,6 +109,11 @@ def _of_layer(prefix: str, layer: Any, family: Any) -> dict[str, Part]:
     if others := shapes.keys() - by_name.keys():
         raise ValueError(f"{prefix}{sorted(others)[0]} of DeepSpeed's AutoEP is not known here")
     return {prefix + name: part for name, part in by_name.items()}
+
+
+def shape_of(parameter: Tensor) -> tuple[int, ...]:
+    """Whole shape, partitioned or not."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def gathered(parameter: Tensor) -> AbstractContextManager[Any]:
@@ -171,9 +176,8 @@ def _input(layer: nn.Module, dtype: torch.dtype, device: torch.device, rank: int
     """Random tokens [1, T, H], others on every rank so that an exchange of the wrong tokens shows."""
     router = layer.router if getattr(layer, "_is_autoep_layer", False) else layer
     weight: Any = router.gate.weight  # type: ignore[union-attr]
-    shape = tuple(getattr(weight, "ds_shape", weight.shape))
     generator = torch.Generator().manual_seed(rank)
-    return torch.randn(1, TOKENS, shape[1], generator=generator).to(device, dtype)
+    return torch.randn(1, TOKENS, shape_of(weight)[1], generator=generator).to(device, dtype)
 
 
 def _tokens_TH(output: Any) -> Tensor:

@@ -158,10 +158,11 @@ def collate(rows: Rows, step: int, vocab: int, varlen: bool = False) -> MicroBat
         targets = targets.each(itemgetter(torch.from_numpy(own_C)))
     sets = (ids.numpy() for ids in (targets.support_NK, targets.mask_NK) if ids is not None)
     highest = max(int(np.max(ids, initial=0)) for ids in (flat, *sets))
-    if highest >= vocab or int(flat.min(initial=0)) < 0:
+    lowest = int(flat.min(initial=0))
+    if highest >= vocab or lowest < 0:
         raise DataError(
-            f"batch with rows {rows.ids[:2]} … carries token id {highest}, the student's tokenizer has "
-            f"{vocab} ids: student, teacher and prompts must share one tokenizer"
+            f"batch with rows {rows.ids[:2]} … carries token id {lowest if lowest < 0 else highest}, the "
+            f"student's tokenizer has {vocab} ids: student, teacher and prompts must share one tokenizer"
         )
     counts = {
         "rows": length_R.size,

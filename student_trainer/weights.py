@@ -22,7 +22,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from student_trainer.expert_layers import Part, assembled, gathered, parts
+from student_trainer.expert_layers import Part, assembled, gathered, parts, shape_of
 from student_trainer.ranks import Ranks, all_done
 from sync.base.errors import ConfigError
 from sync.weights.delta.codec import Bits, on_host
@@ -166,11 +166,6 @@ def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set and buffer.is_floating_point()
     }
-
-
-def shape_of(parameter: Tensor) -> tuple[int, ...]:
-    """Whole shape, partitioned or not."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def copy_of(flat: Tensor) -> Bits:

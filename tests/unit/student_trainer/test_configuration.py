@@ -8,7 +8,6 @@ import math
 import re
 import socket
 import sys
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,45 +50,32 @@ def test_every_deepspeed_json_of_the_project_is_accepted(path: Path) -> None:
     assert DeepSpeedConfig(merged(path)).zero_config.stage == 3
 
 
-def test_overrides_reach_any_field_and_keep_the_rest() -> None:
-    overrides = {"optimizer.params.eps": 0.5, "activation_checkpointing.partition_activations": True}
-    found = merged(overrides=overrides, lr=0.25)
-    assert found["optimizer"]["params"].items() >= {"eps": 0.5, "lr": 0.25, "betas": [0.9, 0.95]}.items()
-    assert found["activation_checkpointing"] == {"partition_activations": True}
-
-
 @pytest.mark.parametrize(
     "overrides",
-    [
-        {"optimizer.params.eps": 0.5},
-        {"optimizer": {"params": {"eps": 0.5}}},
-        {"optimizer.params": {"eps": 0.5}},
-        {"optimizer": {"params.eps": 0.5}},
-        {"optimizer.params.eps": 0.1, "optimizer": {"params": {"eps": 0.5}}},
-    ],
+    [{"optimizer.params": {"eps": 0.5}}, {"optimizer.params.eps": 1, "optimizer": {"params.eps": 0.5}}],
 )
-def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str, Any]) -> None:
+def test_overrides_reach_any_field_however_its_path_is_written_and_keep_the_rest(
+    overrides: dict[str, Any],
+) -> None:
     expected = merged()
-    expected["optimizer"]["params"]["eps"] = 0.5
-    assert merged(overrides=overrides) == expected
+    expected["optimizer"]["params"] |= {"eps": 0.5, "lr": 0.25}
+    expected["activation_checkpointing"] = {"partition_activations": True}
+    more = {"activation_checkpointing.partition_activations": True}
+    assert merged(overrides=overrides | more, lr=0.25) == expected
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"zero_optimization": 3}, "stage is None"),
         ({"zero_optimization.stage": 2}, "stage is 2"),
         ({"fp16.enabled": True}, "fp16 skips steps"),
         ({"bf16.enabled": AUTO, "fp16.enabled": AUTO}, r'bf16\.enabled, fp16\.enabled is "auto".*write the'),
         ({"gradient_accumulation_steps": AUTO}, "steps is 'auto': rollout.batch decides this.* leave"),
         ({"train_batch_size": AUTO, "bf16.enabled": AUTO}, "train_batch_size is 'auto': rollout.batch dec"),
-        ({"optimizer.params.lr": "auto"}, r"optimizer\.params\.lr is 'auto': trainer\.lr decides"),
-        ({"optimizer.params.betas": "auto"}, r'optimizer\.params\.betas is "auto"'),
         ({"bf16.enabled": "false"}, r"bf16\.enabled is 'false': write true or false"),
         ({"zero_optimization.offload_param.device": "nvme"}, "offload_param.device is 'nvme'.*set cpu"),
         ({"zero_optimization.cpu_offload": True}, r"cpu_offload is True, .*\.offload_optimizer\.device"),
         ({"zero_optimization.cpu_offload_param": True}, r"_param is True, .*\.offload_param\.device"),
-        ({"train_batch_size": 4}, "set rollout.batch"),
         ({"lr": 5e-4}, r"lr is 0\.0005: trainer\.lr decides this alone"),
         ({"optimizer.params.lr": 5e-4}, r"optimizer\.params\.lr is 0\.0005: trainer\.lr decides"),
         ({"optimizer.params.betta": 0.9}, r"optimizer\.params\.betta is unknown to AdamW: .* 'betas'"),
@@ -117,7 +103,6 @@ def test_what_the_trainer_cannot_work_with_is_refused(overrides: dict[str, Any],
         ({"zero_optimization.offload_param.device": "cpu"}, "offload_param is set and .*is 2: AutoEP"),
         ({"zero_optimization.offload_optimizer.device": "cpu"}, "offload_optimizer is set and .*: AutoEP"),
         ({"use_data_before_expert_parallelism": True}, "neighbouring ranks share experts, leave it out"),
-        ({"expert_parallel.top_k": 2}, r"trainer\.expert_parallel decides this alone"),
     ],
 )
 def test_what_ranks_that_share_experts_cannot_work_with_is_refused(
@@ -143,17 +128,12 @@ def problems(asked: dict[str, Any], model: dict[str, Any], world: int | None) ->
     ("asked", "model", "named"),
     [
         ({}, LINEAR, r"of the kind linear_attention, through which rows.* set trainer\.packing = \"padded\""),
-        ({}, CHUNKED, "of the kind chunked_attention, through which rows"),
         ({"expert_parallel": 3}, QWEN, "is 3 and the trainer has 4 ranks: it must divide them"),
         ({"expert_parallel": 4}, QWEN, "has 6 experts a layer"),
         ({"expert_parallel": 2, "lora": {}}, QWEN, "is 2 and trainer.lora is set"),
-        *(
-            ({"expert_parallel": 2}, {"model_type": other}, f"the student is a {other}: DeepSpeed's AutoEP")
-            for other in ("glm4_moe", "gpt_oss", "deepseek_v2", "qwen3")
-        ),
+        ({"expert_parallel": 2}, {"model_type": "qwen3"}, "the student is a qwen3: DeepSpeed's AutoEP"),
         ({"sequence_parallel": 8}, LLAMA, "is 8 and the trainer has 4 ranks: it must divide them"),
         ({"attention": "flash_attention_2"}, LLAMA, "heads are exchanged for sdpa and eager alone"),
-        ({"packing": "padded"}, LLAMA | LINEAR, "of the kind linear_attention, which"),
         ({"packing": "padded"}, LLAMA | CHUNKED, "of the kind chunked_attention, which"),
         ({}, LLAMA | {"rope_parameters": {"rope_type": "dynamic"}}, "is of the type dynamic, which follows"),
         ({}, LLAMA | {"rope_parameters": BY_KIND}, "rotary embedding is of the type longrope"),
@@ -188,22 +168,16 @@ def test_the_trainer_computes_in_the_precision_of_deepspeed(tmp_path: Path, name
     assert in_bf16(found) is DeepSpeedConfig(found).bfloat16_config.enabled is enabled
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "momentum": 0.9, "torch_adam": True}}},
-        {"optimizer.params": {"adam_w_mode": False, "amsgrad": True, "torch_adam": False}},
-        {"optimizer.params.lr": 3e-6},  # as trainer.lr says
-        {"aio.block_size": 1, "comms_logger.enabled": False, "compile.deepcompile": False},
-        {"data_types.keep_in_fp32_modules": "auto"},
-        {"tensorboard": {"enabled": False, "job_name": "auto"}, "pipeline.stages": "auto"},
-        {"zero_optimization.offload_optimizer.ratio": 0.5, "zero_allow_untested_optimizer": True},
-        {"checkpoint.tag_validation": "Warn", "hybrid_engine.enabled": False},
-        {"communication_data_type": "fp32"},
-    ],
-)
-def test_every_field_that_deepspeed_reads_is_accepted(overrides: dict[str, Any]) -> None:
-    merged(overrides=overrides)
+def test_every_field_that_deepspeed_reads_is_accepted() -> None:
+    muon = {"muon_lr": 0.02, "momentum": 0.9, "torch_adam": True}
+    adam = {"adam_w_mode": False, "amsgrad": True, "torch_adam": False, "lr": 3e-6}  # as trainer.lr says
+    for optimizer in ({"type": "Muon", "params": muon}, {"type": "AdamW", "params": adam}):
+        merged(overrides={"optimizer": optimizer})
+    others = {"aio.block_size": 1, "comms_logger.enabled": False, "compile.deepcompile": False}
+    others |= {"data_types.keep_in_fp32_modules": "auto", "tensorboard.job_name": "auto"}
+    others |= {"pipeline.stages": "auto", "hybrid_engine.enabled": False, "communication_data_type": "fp32"}
+    others |= {"zero_optimization.offload_optimizer.ratio": 0.5, "zero_allow_untested_optimizer": True}
+    merged(overrides={**others, "checkpoint.tag_validation": "Warn", "tensorboard.enabled": False})
 
 
 def test_a_missing_or_broken_json_is_named(tmp_path: Path) -> None:
@@ -246,23 +220,18 @@ def test_a_hostfile_goes_to_the_launcher_with_the_variables_of_all_ranks(
     assert "MALLOC_MMAP_MAX_=0" in told, "ranks on other machines keep their memory too"
 
 
-def test_ranks_of_several_machines_meet_at_another_port_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_several_machines_meet_at_a_port_that_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
     def run(arguments: list[str]) -> None:
-        started.append(arguments)
+        started.append(arguments[2:])
         with pytest.raises(OSError, match="in use"):  # rank 0 does not listen there yet
             socket.create_server(("127.0.0.1", int(arguments[1])))
 
     monkeypatch.setattr("deepspeed.launcher.runner.main", run)
     monkeypatch.setattr(sys, "argv", ["launch", "--hostfile", "hosts", "--module", "m"])
-    with socket.socket() as thief:
-        launch.main()
-        with suppress(OSError):  # another process was faster
-            thief.bind(("127.0.0.1", int(started[0][1])))
-        launch.main()
-    assert started[0][1] != started[1][1]
-    assert [words[2:] for words in started] == [["--hostfile", "hosts", "--module", "m"]] * 2
+    launch.main()
+    assert started == [["--hostfile", "hosts", "--module", "m"]]
 
 
 def test_devices_are_passed_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,15 +325,10 @@ def test_other_machines_cannot_use_a_loopback_address_or_a_token_of_this_process
     check_reach(hostfile(tmp_path, "localhost slots=8\n"), LOOPBACK, {TOKEN_VARIABLE: "secret"})
 
 
-def test_settings_travel_and_secrets_do_not(tmp_path: Path) -> None:
-    told = {"TOKENIZERS_PARALLELISM": "false", "KEYS_FILE": "x", TOKEN_FILE_VARIABLE: "/shared/token"}
-    path = write_environment(tmp_path / "trainer.env", told)
-    assert path.read_text() == (
-        f"TOKENIZERS_PARALLELISM=false\nKEYS_FILE=x\n{TOKEN_FILE_VARIABLE}=/shared/token\n"
-    )
-    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "password"):
+def test_secrets_do_not_travel(tmp_path: Path) -> None:
+    for name, value in (("HF_TOKEN", "x"), ("URL", "http://me:hidden@host")):
         with pytest.raises(ConfigError, match=f"trainer.env.{name} looks like a secret"):
-            write_environment(tmp_path / "refused.env", {name: "x"})
+            write_environment(tmp_path / "refused.env", {name: value})
     with pytest.raises(ConfigError, match="line break"):
         write_environment(tmp_path / "refused.env", {"A": "1\nB=2"})
     assert not (tmp_path / "refused.env").exists()
@@ -388,18 +352,9 @@ def test_the_token_is_read_from_a_file_when_the_variable_is_unset(
     assert token_from_environment() == "of the process"
 
 
-NOT_ASCII = "has characters other than printable ASCII"
-
-
 @pytest.mark.parametrize(
     ("secret", "why"),
-    [
-        (b"\n", "is empty"),
-        (b"of the \x00 process", NOT_ASCII),
-        ("schlüssel".encode(), NOT_ASCII),
-        (b"\xff\xfe", NOT_ASCII),
-        (b"two\nlines", NOT_ASCII),
-    ],
+    [(b"\n", "is empty"), (b"\xff\xfe", "printable ASCII"), (b"two\nlines", "printable ASCII")],
 )
 def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(
     token_file: Path, secret: bytes, why: str

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
 
 from student_trainer.config import TrainerSettings
 from student_trainer.engine import apply_rate, hyperparameters, without_randomness
@@ -77,7 +77,6 @@ CONFIGS = [
     GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=32),
     OPTConfig(**SMALL, ffn_dim=32, word_embed_proj_dim=16, max_position_embeddings=32, layerdrop=0.5),
     LlamaConfig(**SMALL, intermediate_size=32, attention_dropout=0.2),
-    Qwen3Config(**SMALL, intermediate_size=32, num_key_value_heads=1, head_dim=8, attention_dropout=0.2),
     MixtralConfig(**SMALL, intermediate_size=32, num_key_value_heads=1, router_jitter_noise=0.3),
 ]
 

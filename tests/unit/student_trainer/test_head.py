@@ -59,39 +59,19 @@ def computed(
     return [total.detach(), stats, *(leaf.grad for leaf in leaves)]
 
 
-@pytest.mark.parametrize("chunk", [8, 16])
-def test_no_tensor_is_as_large_as_tokens_times_vocabulary(chunk: int) -> None:
-    hidden, weight, targets, loss = work()
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    with LargestTensor() as largest:
-        total, _ = chunked_loss(leaves[0], OutputHead(leaves[1], None, HeadShape(V)), targets, loss, chunk)
-        total.backward()
-    assert largest.elements <= max(chunk * V, C * H, V * H)
-    assert largest.elements < C * V
+@pytest.fixture(params=[1, 7, 2 * C])
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of a block, if a chunk has so many."""
+    monkeypatch.setattr(head_module, "BLOCK", request.param * V + 1)
 
 
-@pytest.mark.parametrize("objective", [None, Sampled(), TopK()], ids=str)
-def test_blocks_of_tokens_give_what_a_chunk_gives(objective: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, targets, loss = work(teachers=2)
-    if objective is not None:
-        loss = loss_of(objective, ["teacher"], ())
-        ids_NK = torch.arange(3).expand(C, 3)
-        targets = replace(targets, teacher_hidden_NG=None, teacher_N=None, support_NK=ids_NK)
-        targets = replace(targets, support_logp_NK=torch.full(ids_NK.shape, -2.0))
-    results = []
-    for tokens in (1, 7, C):
-        monkeypatch.setattr(head_module, "BLOCK", tokens * V + 1)
-        results.append(computed(hidden, weight, targets, loss, C))
-    for result in results[:2]:
-        torch.testing.assert_close(result, results[2], rtol=1e-5, atol=1e-5)
-
-
-def test_the_heads_gradient_is_summed_where_it_is() -> None:
+def test_no_tensor_has_all_logits_and_the_heads_gradient_is_summed_where_it_is() -> None:
     hidden, weight, targets, loss = work()
     head = OutputHead(weight.requires_grad_(), None, HeadShape(V))
     with LargestTensor() as largest:
         total, _ = chunked_loss(hidden.requires_grad_(), head, targets, loss, 8)
         total.backward()
+    assert largest.elements <= max(8 * V, C * H, V * H) < C * V
     assert largest.heads == {weight.data_ptr(), weight.grad.data_ptr()}
 
 
@@ -109,6 +89,7 @@ def test_a_gpu_sums_products_of_bf16_in_fp32_where_the_gradient_is() -> None:
     torch.testing.assert_close(summed.cpu().double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("block")
 def test_every_token_is_compared_with_the_teacher_it_was_routed_to_and_summed_there() -> None:
     hidden, weight, targets, loss = work(teachers=3)
     loss, head = replace(loss, teachers=("a", "b", "c")), OutputHead(weight, None, HeadShape(V))
@@ -147,6 +128,7 @@ def test_a_bf16_head_gives_what_whole_bf16_logits_give_and_sums_its_gradient_in_
     [Full(), Sampled(), TopK(k=3), StudentTopK(k=3, task=TaskReward(clip=(0.2, 0.2)))],
     ids=["full", "sampled", "topk", "student_topk with masks"],
 )
+@pytest.mark.usefixtures("block")
 def test_loss_and_gradients_are_those_of_whole_logits(objective: Any) -> None:
     """Through every setting of a head, of which the last rows are no token's."""
     hidden, _, targets, loss = work()
@@ -181,6 +163,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(objective: Any) -> None:
         assert torch.equal(stats[STATS.index("loss")], value.detach())
         torch.testing.assert_close(stats[STATS.index("student_end")], ends)
         assert float(stats[STATS.index("mask_tokens")]) == (0 if objective.task is None else C / 4)
+        compared = sum(min(64, chunk, C - start) for start in range(0, C, chunk))
+        assert stats[STATS.index("overlap_tokens")] == (0 if targets.support_NK is None else compared)
         of_tokens = token_logp(hidden, head, targets.token_N, chunk)
         torch.testing.assert_close(of_tokens, at(logp.detach(), targets.token_N))
 

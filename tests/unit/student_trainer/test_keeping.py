@@ -76,12 +76,14 @@ def newest(folder: Path) -> Path | None:
     return checkpoint.find(folder, ALONE)[0]
 
 
-def test_the_newest_checkpoint_comes_back(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_comes_back_for_the_model_that_it_is_of(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     save(tmp_path, Version(0, 6), "at 6", "aa")
     engine = FileEngine()
     index = checkpoint.load(engine, newest(tmp_path), "print", ALONE)
     assert (index.version, index.run_id, engine.state) == ("L000-v00000006", "aa", "at 6")
+    with pytest.raises(DataError, match="with the same student"):
+        checkpoint.load(FileEngine(), newest(tmp_path), "other", ALONE)
 
 
 BEFORE, NEWEST = "L000-v00000002", "L000-v00000004"
@@ -98,14 +100,12 @@ def overwritten(content: bytes) -> tuple[str, Callable[[Path], object], str]:
     return INDEX, lambda file: file.write_bytes(content), f"{DAMAGED}its checkpoint.json is damaged"
 
 
-INDEXES = [b"", b"\xff\xfe", b"[]", b'{"version": "L000-v00000004", "files": []}', b'{"version": 4}', b"{}"]
-INDEXES += [b"7", b'{"version": "L0']
 HARMS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "altered": (SHARD, flip, f"{DAMAGED}{SHARD} was altered"),
     "cut": (SHARD, lambda file: os.truncate(file, 100), f"{DAMAGED}{SHARD} is missing or cut short"),
     "a file is missing": (SHARD, Path.unlink, f"{DAMAGED}{SHARD} is missing or cut short"),
     "no index": (INDEX, Path.unlink, f"{DAMAGED}it has no checkpoint.json"),
-    **{f"index {index!r}": overwritten(index) for index in INDEXES},
+    **{f"index {index!r}": overwritten(index) for index in (b"\xff\xfe", b"7", b'{"version": "L0')},
     "the folder is gone": ("", shutil.rmtree, f"latest names {NEWEST}: it has no checkpoint.json"),
 }
 """A file of the newest checkpoint, what becomes of it, and what is said."""
@@ -216,12 +216,6 @@ def test_a_checkpoint_that_was_never_finished_is_not_there(tmp_path: Path) -> No
     (tmp_path / "latest").write_text("L000-v00000004")
     with pytest.raises(DataError, match=r"is whole \(.* it has no checkpoint\.json\)"):
         checkpoint.find(tmp_path, ALONE)
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path, 2)
-    with pytest.raises(DataError, match="with the same student"):
-        checkpoint.load(FileEngine(), tmp_path / BEFORE, "other", ALONE)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +348,7 @@ def test_every_name_of_a_checkpoint_is_on_disk_before_latest_moves(
     ]
 
 
-@pytest.mark.parametrize("harm", ["flip", "zero", "drop", "repeat", "swap", "cut"])
+@pytest.mark.parametrize("harm", ["flip", "drop", "cut"])
 def test_a_change_to_any_line_but_the_last_is_detected(tmp_path: Path, harm: str) -> None:
     ledger = Ledger(tmp_path, Version(0, 0), None, 0)
     for step in (1, 2, 3):
@@ -364,10 +358,7 @@ def test_a_change_to_any_line_but_the_last_is_detected(tmp_path: Path, harm: str
     path.write_bytes(
         {
             "flip": first + one + two.replace(b"r2", b"r7") + three,
-            "zero": first + bytes(len(one)) + two + three,
             "drop": first + two + three,
-            "repeat": first + one + one + two + three,
-            "swap": first + two + one + three,
             "cut": first + one[:9] + b"\n" + two + three,
         }[harm]
     )

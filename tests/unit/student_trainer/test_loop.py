@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
 from plain_step import flat_rows
 from trainer_fakes import ALONE, RecordedClient, RecordedLearner
 from waiting import until
@@ -35,7 +34,8 @@ TWO_STEPS = ["step 0", "publish 1", "step 1", "publish 2"]
 
 
 def batch(step: int) -> TrainBatch:
-    rows = flat_rows([f"r{step}"], [[]], [[]])
+    """One rollout, whose second token is an environment's."""
+    rows = flat_rows([f"r{step}"], [[]], [[5, 6, 7]], own=pack(np.array([1, 0, 1], np.uint8)))
     return TrainBatch(version=Version(0, step), denominator=1, micro_batches=[rows])
 
 
@@ -70,21 +70,11 @@ def test_a_step_is_trained_recorded_published_saved_and_then_reported(tmp_path: 
     assert train(story.trainer) is Outcome.STOP
     assert story.lines == [*TWO_STEPS, "save 2"]
     assert story.reported() == ["StepReport 1", "CheckpointSaved 2", "StepReport 2"]
-    assert read(story.folder)[0].steps == {1: ["r0"], 2: ["r1"]}
+    lineage = read(story.folder)[0]
+    assert (lineage.steps, lineage.tokens) == ({1: ["r0"], 2: ["r1"]}, {1: 2, 2: 2})
     report = story.client.reported[0]
     assert list(report.seconds) == ["wait", "train", "publish", "checkpoint"]
     assert report.parts == {"forward": 0.5}
-
-
-def test_the_ledger_counts_the_tokens_in_the_loss(tmp_path: Path) -> None:
-    parts = batch(0)
-    rows = replace(parts.micro_batches[0], completion_lens=pack(np.array([4], np.int32)))
-    episode = replace(rows, own=pack(np.array([1, 0, 0, 1], np.uint8)))
-    story = Story(tmp_path)
-    answers = [replace(parts, micro_batches=[rows, episode]), OVER]
-    story.client.poll = lambda version: answers.pop(0)
-    train(story.trainer)
-    assert read(story.folder)[0].tokens == {1: 4 + 2}
 
 
 def test_of_ranks_that_share_rows_the_first_names_them(tmp_path: Path) -> None:
@@ -228,14 +218,16 @@ class FakePeer:
         return answer
 
 
-def test_the_next_batch_is_fetched_while_a_step_trains() -> None:
-    peer = FakePeer([batch(0), batch(1), Wait(), OVER])
+def test_the_next_batch_is_fetched_while_a_step_trains_and_a_controller_that_is_gone_raises() -> None:
+    peer = FakePeer([batch(0), batch(1), Wait(), Unreachable("gone")])
     source = ControllerClient(peer, 1, 2)
     assert source.poll(Version(0, 0)) == batch(0)
     source.expect(Version(0, 1))
     until(lambda: len(peer.asked) == 2, 600)
     assert source.poll(Version(0, 1)) == batch(1)
-    assert [source.poll(Version(0, 2)) for _ in range(2)] == [Wait(), OVER]
+    assert source.poll(Version(0, 2)) == Wait()
+    with pytest.raises(Unreachable, match="gone"):
+        source.poll(Version(0, 2))
     assert [body.version.step for _, body in peer.asked] == [0, 1, 2, 2]
     assert {(body.rank, body.world_size) for _, body in peer.asked} == {(1, 2)}
     source.close()
@@ -248,13 +240,6 @@ def test_a_signal_ends_the_wait_for_a_batch() -> None:
     assert source.poll(Version(0, 0)) == Wait()
     assert peer.asked == [], "the answer had not come"
     peer.may_answer.set()
-    source.close()
-
-
-def test_a_controller_that_is_gone_ends_the_trainer() -> None:
-    source = ControllerClient(FakePeer([Unreachable("gone")]))
-    with pytest.raises(Unreachable, match="gone"):
-        source.poll(Version(0, 0))
     source.close()
 
 
@@ -402,20 +387,31 @@ def test_rank_0_alone_votes_for_an_anchor(tmp_path: Path) -> None:
     assert client.reported == []
 
 
-def test_garbage_is_collected_behind_an_anchor_and_every_ten_minutes_at_most(tmp_path: Path) -> None:
-    collected, going_on = threading.Event(), threading.Event()
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        ({"L000-v00000001": "is damaged"}, "garbage collection left L000-v00000001: is damaged"),
+        (None, "the store was not collected: the store went away"),
+    ],
+)
+def test_garbage_is_collected_behind_an_anchor_and_every_ten_minutes_at_most(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, left: dict[str, str] | None, said: str
+) -> None:
+    going_on = threading.Event()
 
-    def collect() -> None:
-        assert not collected.is_set(), "ten minutes have not passed"
+    def collect() -> Collected:
         assert going_on.wait(600)
-        collected.set()
-        raise StoreError("the store went away")  # costs nothing
+        if left is None:
+            raise StoreError("the store went away")
+        return Collected([], [], 0, left)
 
     path = to_a_store(tmp_path, FakePublisher(), collect=collect)
     go(path, 0)
     go(path, 1, 2, 3, 4)
+    (collecting,) = (thread for thread in threading.enumerate() if thread.name == "collect")
     going_on.set()
-    assert collected.wait(600)
+    collecting.join()
+    assert caplog.text.count(said) == 1
 
 
 def begun(tmp_path: Path, steps: int, failures: int) -> tuple[Story, FakePublisher]:
@@ -505,12 +501,3 @@ def test_other_errors_of_a_publication_end_the_run(tmp_path: Path) -> None:
     path.publish(Version(0, 1), anchor=False)
     with pytest.raises(IndexError):
         path.settle()
-
-
-def test_what_garbage_collection_leaves_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    left = Collected([], [], 0, {"L000-v00000001": "is damaged"})
-    go(to_a_store(tmp_path, FakePublisher(), collect=lambda: left), 0)
-    for thread in threading.enumerate():
-        if thread.name == "collect":
-            thread.join(600)
-    assert "garbage collection left L000-v00000001: is damaged" in caplog.text

@@ -10,16 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from student_trainer.launch import RENDEZVOUS
-from student_trainer.ranks import Ranks
 from sync.wire.server import ON_LOOPBACK, hold_port
-
-
-def test_a_single_rank_needs_no_group() -> None:
-    assert Ranks(0, 1, torch.device("cpu")).collect(b"alone") == [b"alone"]
-
 
 MEETING = """
 import json, sys

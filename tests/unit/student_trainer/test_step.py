@@ -12,10 +12,7 @@ import torch
 from msgspec.structs import replace
 from plain_step import ALONE, VOCAB, PlainEngine, difference, flat_rows, student
 
-from distill.batching.packing import Shape, pack_batch
-from distill.buffer import Batch
 from distill.metrics.names import FIGURES
-from distill.record.rollout import Rollout
 from student_trainer.engine import Student, check_head
 from student_trainer.objectives.config import (
     SFT,
@@ -28,7 +25,7 @@ from student_trainer.objectives.config import (
 )
 from student_trainer.step import Stopwatch, collate, loss_of, train_step
 from sync.base.errors import ConfigError, DataError
-from sync.wire import PARTED_BYTES, Rows, Segment, TrainBatch, Version, VersionSpan, pack
+from sync.wire import PARTED_BYTES, Rows, Segment, TrainBatch, Version, pack, unpack
 from sync.wire.head import HeadShape, OutputHead
 
 
@@ -154,8 +151,11 @@ def test_tokens_of_weights_off_the_path_are_of_age_0_and_not_fresh() -> None:
 
 def test_bad_rows_are_refused_with_value_rule_and_remedy() -> None:
     rows = scored_rows([1, 2])
-    with pytest.raises(DataError, match=r"tokenizer has 5 ids.*share one tokenizer"):
-        collate(rows, 3, 5)
+    tokens = unpack(rows.tokens)
+    negative = replace(rows, tokens=pack(-tokens))
+    for wrong, vocab, id_ in ((rows, 5, r"\d+"), (negative, VOCAB, -tokens.max())):
+        with pytest.raises(DataError, match=rf"id {id_}, .*tokenizer has {vocab} ids.*share one tokenizer"):
+            collate(wrong, 3, vocab)
     broken = np.full(rows.teacher_logprob.shape, np.nan, np.float32)
     with pytest.raises(DataError, match="teacher_logprob of a batch is not finite"):
         collate(replace(rows, teacher_logprob=pack(broken)), 3, VOCAB)
@@ -222,65 +222,15 @@ def test_rows_of_a_teacher_that_always_parts_their_texts_train_as_those_of_ids(d
         assert reverse_kl == pytest.approx(found[0][1], rel=1e-5)
 
 
-# --- rewards alone: no teacher's arrays in, no figure of a teacher out, and the reward rises ----------------
-
-
-PROMPTS, GROUP, LENGTH, RIGHT = 4, 8, 2, 5
-
-
-def sampled(model: Student, step: int) -> list[Rollout]:
-    """GROUP completions of every prompt [P]; the reward is the share of their tokens that is RIGHT."""
-    rollouts, generator = list[Rollout](), torch.Generator().manual_seed(step)
-    for prompt in range(PROMPTS):
-        tokens_GL = torch.full((GROUP, 1), prompt)
-        logp_GT = list[torch.Tensor]()
-        for _ in range(LENGTH):
-            with torch.no_grad():
-                hidden_GH = model.model.model(input_ids=tokens_GL).last_hidden_state[:, -1]
-                logp_GV = (hidden_GH @ model.head.weight.t())[:, :VOCAB].log_softmax(1)
-            token_G1 = torch.multinomial(logp_GV.exp(), 1, generator=generator)
-            logp_GT.append(logp_GV.gather(1, token_G1)[:, 0])
-            tokens_GL = torch.cat([tokens_GL, token_G1], 1)
-        for member in range(GROUP):
-            said = tokens_GL[member, 1:].numpy()
-            rollouts.append(
-                Rollout(
-                    f"0:{step * PROMPTS + prompt}:{member}",
-                    0,
-                    prompt=pack(np.array([prompt], "i4")),
-                    tokens=pack(said.astype("i4")),
-                    logprob=pack(np.array([float(logp[member]) for logp in logp_GT], "f4")),
-                    spans=(VersionSpan(Version(0, step), 0, LENGTH),),
-                    reward=float((said == RIGHT).mean()),
-                )
-            )
-    return rollouts
-
-
-@pytest.mark.parametrize(
-    "task",
-    [
-        TaskReward(),
-        TaskReward(baseline="group", scale="std", average="rollouts", clip=(0.2, 0.28)),
-        TaskReward(baseline="group", clip=(0.2, 0.2), rho_cap=3.0),
-    ],
-    ids=["reinforce", "grpo", "dr_grpo"],
-)
-def test_a_student_learns_from_rewards_alone(task: TaskReward) -> None:
-    """Of 21 ids one is right; every second step is made on completions of the weights before."""
-    engine, loss = PlainEngine(student(3), 0.5), loss_of(Rewards(task=task), [])
-    shape = Shape(200, [], None, GROUP if task.baseline == "group" else 1)
-    rewards, stale = [], list[Rollout]()
-    for step in range(40):
-        rollouts = stale if step % 2 else sampled(engine.module, step)
-        stale = rollouts
-        formed = Batch(Version(0, step), rollouts, [step % 2] * len(rollouts), [])
-        (share,) = pack_batch(formed, 1, shape, lambda version: version.step)
-        assert [rows.teacher_logprob for rows in share.micro_batches] == [None] * len(share.micro_batches)
-        metrics = train_step(engine, share, loss, ALONE)
-        rewards.append(metrics["reward_mean"])
-        assert not [name for name in metrics if name.startswith(("reverse_kl", "teacher_", "score_gap"))]
-        if step % 2 == 0:
-            assert metrics["rho_mean"] == pytest.approx(1.0, abs=1e-4)
-    assert np.mean(rewards[:4]) < 0.3
-    assert np.mean(rewards[-4:]) > 0.8
+def test_rewards_alone_are_learned_as_what_a_task_adds_to_a_divergence() -> None:
+    """No teacher's arrays in, no figure of a teacher out."""
+    rows, task = scored_rows([0, 1, 2]), TaskReward(scale="std", average="rollouts", clip=(0.2, 0.28))
+    teachers = [name for name in rows.__struct_fields__ if name.startswith("teacher")]
+    bare = replace(rows, **dict.fromkeys(teachers))
+    alone, metrics = stepped([bare], Rewards(task=task), teachers=[])
+    both, divergence = (stepped([rows], one)[0] for one in (Sampled(task=task), Sampled()))
+    assert difference(alone, [one - less for one, less in zip(both, divergence, strict=True)]) <= 1e-6
+    other = Rewards(task=TaskReward(clip=task.clip))
+    assert difference(alone, stepped([bare], other, teachers=[])[0]) > 1e-3
+    assert (metrics["reward_mean"], metrics["reward_std"]) == (0.5, 0.5)
+    assert not [name for name in metrics if name.startswith(("reverse_kl", "teacher_", "score_gap"))]

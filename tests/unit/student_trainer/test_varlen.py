@@ -103,23 +103,6 @@ def test_adapters_hand_on_where_rows_begin() -> None:
     assert check_rows(pupil, pupil, CPU) <= 1e-5
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 40])
-def test_no_row_sees_another_and_a_window_counts_the_token_itself(window: int | None) -> None:
-    """By hand: softmax over the last `window` tokens of the same row."""
-    q, k, v = (torch.randn(1, heads, sum(LENGTHS), 8, dtype=torch.float64) for heads in (4, 2, 2))
-    module = torch.nn.Module()
-    found = row_attention(module, q, k, v, window, packed_rows=PackedRows(LENGTHS), scaling=0.7)[0]
-    begin = 0
-    for length in LENGTHS:
-        for place in range(begin, begin + length):
-            first = begin if window is None else max(begin, place + 1 - window)
-            for head in range(4):
-                keys, values = k[0, head // 2, first : place + 1], v[0, head // 2, first : place + 1]
-                wanted = (0.7 * keys @ q[0, head, place]).softmax(0) @ values
-                torch.testing.assert_close(found[0, place, head], wanted)
-        begin += length
-
-
 def test_rows_of_about_one_length_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """And long ones alone: about Σ l² products and not (Σ l)²."""
     sizes: list[tuple[int, int, int]] = []
