@@ -1,16 +1,21 @@
 """What the documents say is what the code does."""
 
 import ast
+import json
 import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any, get_origin
 
 import pytest
 import reference
+import screens
 import yaml
+from rich.console import Console
+from small_config import run_of_letters
 
 from distill.config import RunConfig
 from distill.config.laws import sections, within
@@ -146,3 +151,12 @@ def test_the_drawing_of_a_rollout_names_types_and_folders_that_exist() -> None:
     assert len(types) >= 7
     assert types <= classes
     assert not [name for name in folders if not any((ROOT / at / name).is_dir() for at in ("", "distill"))]
+
+
+def test_the_live_picture_shows_a_run_as_it_was_in_its_middle(tmp_path: Path) -> None:
+    folder, console = run_of_letters(tmp_path).run_dir, Console(file=StringIO(), width=screens.COLUMNS)
+    rows = [{"time": float(step), "step": step, "train/rows": 8.0} for step in range(1, 7)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "summary.json").write_text('{"seconds": {"total": 12.0, "distill": 8.0}}')
+    console.print(screens.live(folder))
+    assert "step 3 of 6, 0:00:00 ago, 0:00:03 left, 0:00:06 elapsed" in console.file.getvalue()

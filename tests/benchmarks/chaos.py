@@ -2,7 +2,7 @@
 
     start ─▶ (a random moment ─▶ a fault ─▶ wait for the recovery of its target) × events ─▶ end ─▶ audit
 
-The kinds (tests/support/fault_kinds.py) come in turns, and each hits every target of its own once before any
+The kinds (tests/support/kill_target.py) come in turns, and each hits every target of its own once before any
 does so again, in random order. Each event is a line of chaos.jsonl in the run's folder, which is on a disk of
 its own: mounting that takes root.
 """
@@ -20,8 +20,7 @@ from typing import Annotated
 import faults
 import typer
 from disks import keep, mount
-from fault_kinds import HEALTH_SECONDS, INJECT, targets
-from kill_target import KillTarget, kind_of
+from kill_target import HEALTH_SECONDS, INJECT, KillTarget, kind_of, targets
 from whole_run import over
 
 from distill import quickstart

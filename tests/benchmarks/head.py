@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import torch
 import typer
@@ -25,11 +25,7 @@ from student_trainer.step import loss_of
 from sync.wire.head import HeadShape, OutputHead
 from tests.benchmarks.figures import Figures, command, interleaved, listing
 
-OBJECTIVES: Final[dict[str, Any]] = {
-    "sampled": config.Sampled(),
-    "topk": config.TopK(),
-    "full": config.Full(),
-}
+OBJECTIVES: Final = {"sampled": config.Sampled(), "topk": config.TopK(), "full": config.Full()}
 
 
 def run(

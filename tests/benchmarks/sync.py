@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
+from subprocess import PIPE, Popen
 from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
@@ -64,6 +64,11 @@ REQUESTS: Final = 8  # open at any time; each holds its share of what is in flig
 TURNS, ROUNDS = 4, 5
 ELEMENTS: Final = 64 << 20  # of the tensor that the codec is tried on
 RATES: Final = (1e-6, 3e-6, 1e-5, 5e-5)
+SERVER: Final = """import sys
+from {}_server import serve
+with serve() as served:
+    print(getattr(served, "base", served), flush=True)
+    sys.stdin.read()"""
 
 
 class Size(NamedTuple):
@@ -146,8 +151,8 @@ def opened(name: str, work: Path) -> Iterator[Store]:
     if name in LOCAL:
         yield LOCAL[name](work / "store")
         return
-    line = [sys.executable, str(SUPPORT / f"{name}_server.py")]  # ends with its input; imports its neighbours
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    line = [sys.executable, "-c", SERVER.format(name)]
+    with Popen(line, stdin=PIPE, stdout=PIPE, text=True, cwd=SUPPORT) as server:
         if not (url := server.stdout.readline().strip()):
             raise ConfigError(f"{name}_server did not start")
         keys = {"access_key_id": "key", "secret_access_key": "secret", "region": "us-east-1"}

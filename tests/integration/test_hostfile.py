@@ -13,11 +13,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from hosts import INTERFACE, SlowLink, link_missing
 from run_on_words import prepare
-from slow_link import INTERFACE, SlowLink, missing
 from whole_run import DISTILL, ROOT, ended_well, over
 
-REASON = missing() or (None if shutil.which("pdsh") else "the command `pdsh` is missing (package pdsh)")
+REASON = link_missing() or (None if shutil.which("pdsh") else "the command `pdsh` is missing (package pdsh)")
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.run,

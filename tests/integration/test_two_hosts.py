@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hosts import SlowLink, link_missing
 from run_on_words import prepare
-from slow_link import SlowLink, missing
 from waiting import until
 from whole_run import DISTILL, ROOT, ended_well, over, steps_of
 
-REASON = missing()
+REASON = link_missing()
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.run,
@@ -53,7 +53,7 @@ def running(log: Path, line: list[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_run_over_a_thin_link_completes_although_the_link_is_cut(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs/two-hosts"
-    with contextlib.ExitStack() as processes, SlowLink() as link:
+    with SlowLink() as link, contextlib.ExitStack() as processes:
 
         def start(name: str, line: list[str]) -> subprocess.Popen[bytes]:
             return processes.enter_context(running(tmp_path / f"{name}.log", line))

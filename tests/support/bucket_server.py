@@ -36,20 +36,6 @@ class Segment(NamedTuple):
     last: int
 
 
-class Xorb(NamedTuple):
-    """Chunks as they were sent, and where each begins; the last offset is their end."""
-
-    body: bytes
-    offsets: list[int]
-
-
-class Entry(NamedTuple):
-    """A file of a bucket."""
-
-    hash: str
-    size: int
-
-
 # --- formats ----------------------------------------------------------------------------------------------
 
 
@@ -58,12 +44,13 @@ def hex_hash(raw: bytes) -> str:
     return "".join(f"{word:016x}" for word in struct.unpack("<4Q", raw))
 
 
-def read_xorb(body: bytes) -> Xorb:
+def chunk_offsets(body: bytes) -> list[int]:
+    """Where each chunk of a xorb begins; the last is their end."""
     offsets, at = [0], 0
     while at + 8 <= len(body) and not body.startswith(b"XETBLOB", at):
         at += 8 + int.from_bytes(body[at + 1 : at + 4], "little")
         offsets.append(at)
-    return Xorb(body, offsets)
+    return offsets
 
 
 def read_shard(body: bytes) -> dict[str, list[Segment]]:
@@ -102,9 +89,10 @@ class Hub:
     def __init__(self) -> None:
         self.base = ""
         """Address of the server; a test may put a proxy's here."""
-        self.xorbs: dict[str, Xorb] = {}
+        self.xorbs: dict[str, bytes] = {}
         self.files: dict[str, list[Segment]] = {}
-        self.buckets: dict[str, dict[str, Entry]] = {}
+        self.buckets: dict[str, dict[str, str]] = {}
+        """Name → path → hash of the file."""
 
     def app(self) -> Starlette:
         bucket = "/api/buckets/{owner}/{name}"
@@ -127,7 +115,7 @@ class Hub:
     # --- the Xet store
 
     async def put_xorb(self, request: Request) -> Response:
-        name, xorb = request.path_params["xorb"], read_xorb(await request.body())
+        name, xorb = request.path_params["xorb"], await request.body()
         return JSONResponse({"was_inserted": self.xorbs.setdefault(name, xorb) is xorb})
 
     async def put_shard(self, request: Request) -> Response:
@@ -148,7 +136,7 @@ class Hub:
             at += size
         fetch = {}
         for name, (first, last) in ranges.items():
-            offsets = self.xorbs[name].offsets
+            offsets = chunk_offsets(self.xorbs[name])
             place = {"url": f"{self.base}/xorb/{name}", "range": {"start": first, "end": last}}
             fetch[name] = [place | {"url_range": {"start": offsets[first], "end": offsets[last] - 1}}]
         return JSONResponse({"offset_into_first_range": skip, "terms": terms, "fetch_info": fetch})
@@ -157,7 +145,7 @@ class Hub:
         return sum(segment.size for segment in self.files[file])
 
     async def xorb(self, request: Request) -> Response:
-        body = self.xorbs[request.path_params["xorb"]].body
+        body = self.xorbs[request.path_params["xorb"]]
         start, end = byte_range(request, len(body))
         return Response(body[start:end], 206, {"content-range": f"bytes {start}-{end - 1}/{len(body)}"})
 
@@ -186,13 +174,15 @@ class Hub:
             if operation["type"] == "deleteFile":
                 files.pop(operation["path"], None)
             else:
-                content = operation["xetHash"]
-                files[operation["path"]] = Entry(content, self.size(content))
+                files[operation["path"]] = operation["xetHash"]
         return JSONResponse({"success": True, "failed": []})
 
     async def paths_info(self, request: Request) -> Response:
         files, asked = self.buckets[bucket_of(request)], (await request.json())["paths"]
-        return JSONResponse([described(path, files[path]) for path in asked if path in files])
+        return JSONResponse([self.described(path, files[path]) for path in asked if path in files])
+
+    def described(self, path: str, file: str) -> dict[str, Any]:
+        return {"type": "file", "path": path, "xetHash": file, "size": self.size(file)}
 
     async def tree(self, request: Request) -> Response:
         """Files and folders below a prefix; not `recursive`: those that lie in it."""
@@ -203,20 +193,16 @@ class Hub:
         }
         folders = {str(folder) for name in files for folder in PurePosixPath(name).parents} - {"."}
         found = [{"type": "directory", "path": path} for path in sorted(folders) if path.startswith(start)]
-        found += [described(path, entry) for path, entry in sorted(files.items())]
+        found += [self.described(path, file) for path, file in sorted(files.items())]
         if request.query_params.get("recursive", "").lower() != "true":
             found = [one for one in found if "/" not in one["path"].removeprefix(start)]
         return JSONResponse(found)
 
     async def resolve(self, request: Request) -> Response:
-        entry = self.buckets[bucket_of(request)][request.path_params["path"]]
-        headers = {"X-Xet-Hash": entry.hash, "X-Linked-Size": str(entry.size), "ETag": f'"{entry.hash}"'}
+        file = self.buckets[bucket_of(request)][request.path_params["path"]]
+        headers = {"X-Xet-Hash": file, "X-Linked-Size": str(self.size(file)), "ETag": f'"{file}"'}
         headers["X-Xet-Refresh-Route"] = f"{self.base}/api/buckets/{bucket_of(request)}/xet-read-token"
         return Response(headers=headers)
-
-
-def described(path: str, entry: Entry) -> dict[str, Any]:
-    return {"type": "file", "path": path, "xetHash": entry.hash, "size": entry.size}
 
 
 @contextmanager

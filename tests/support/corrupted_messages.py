@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -43,7 +43,7 @@ class Spoiler:
         """`message` as it comes out on the other side."""
         if self.rng.random() >= self.share:
             return message
-        return cast(M, wire.decode(self.spoilt(message), kind))
+        return wire.decode(self.spoilt(message), kind)
 
     def spoilt(self, message: Any) -> bytes:
         """The message with one field changed, or in one of ten cases its bytes."""
@@ -202,5 +202,5 @@ class SpoiledSession:
         return await self._session.batch(request)
 
     async def event(self, event: Event) -> Ok | wire.Audience:
-        await self._first(cast(wire.StepReport, event), self._session.event)
+        await self._first(event, self._session.event)
         return await self._session.event(event)

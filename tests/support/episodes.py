@@ -23,7 +23,7 @@ from sync.wire import Array, EpisodeFailed, EpisodeOver, Turn, pack, unpack
 END, USER, ANSWER, HIGHER, LOWER, ASK, FIRST = 1, 2, 3, 4, 5, 6, 7
 """Ids; FIRST is that of the number 1."""
 TOP, TURNS = 20, 5
-Trouble = Literal["raise", "lost", "gone", "hang", "lie", "rewrite"]
+Trouble = Literal["raise", "lost", "gone", "lie", "rewrite"]
 
 
 def number(token: int) -> int:
@@ -71,8 +71,8 @@ class GuessEnvironment:
     """Task i hides the i-th number of its own sequence; a guess made before ends the game, unwon.
 
     `trouble` of an episode's id and the turn that would come next: "raise" and "lost" end it as the service
-    does, "gone" raises Unreachable, "hang" never answers, "lie" gives an id beyond every vocabulary,
-    "rewrite" drops a token that was there.
+    does, "gone" raises Unreachable, "lie" gives an id beyond every vocabulary, "rewrite" drops a token that
+    was there.
     """
 
     name: str = "guess"
@@ -121,7 +121,7 @@ class GuessEnvironment:
     async def _turn(self, id: str, added: list[int]) -> Turn | EpisodeFailed:
         game = self.games[id]
         trouble = self.trouble(id, game.turn)
-        await (asyncio.Event().wait() if trouble == "hang" else asyncio.sleep(self.seconds))
+        await asyncio.sleep(self.seconds)
         if trouble == "gone":
             raise Unreachable(f"environment {self.name} is gone, and with it {id}")
         if trouble in ("raise", "lost"):

@@ -152,8 +152,8 @@ def configure(tmp_path: Path, **evaluation: Any) -> RunConfig:
     )
 
 
-def lines(models: Path, name: str = "held_out", version: Version = Version(0, 0)) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file_of(models / "x", version, name).read_text().splitlines()]
+def lines(models: Path, name: str = "held_out") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file_of(models / "x", Version(0, 0), name).read_text().splitlines()]
 
 
 def evaluation(

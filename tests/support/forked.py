@@ -18,13 +18,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, Final, NamedTuple, NoReturn
+from typing import IO, Any, NoReturn
 
 from setproctitle import setproctitle
 
@@ -51,12 +50,6 @@ IMPORTS = {
 """Module → what its server imports; `VLLM` instead for a teacher of that engine."""
 _servers: dict[object, socket.socket] = {}
 """By imports and by what is added to the environment of the tests."""
-_HANDLERS: Final[dict[int, Any]] = {
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGHUP: signal.SIG_DFL,
-    signal.SIGINT: signal.default_int_handler,
-}
-"""What a new interpreter has."""
 
 
 def start(
@@ -69,7 +62,7 @@ def start(
 ) -> Forked | subprocess.Popen[bytes]:
     """A process that writes into `log`. Its PYTHONPATH comes first, whatever its server had."""
     found = program(command)
-    imports = imports or (IMPORTS.get(found.module) if found else None)
+    imports = imports or (IMPORTS.get(found[0]) if found else None)
     if imports is None:
         return subprocess.Popen(
             command, env=env, stdout=log, stderr=log, start_new_session=new_session, cwd=cwd
@@ -84,16 +77,6 @@ def start(
     socket.send_fds(_servers[key], [message], [log.fileno(), tell])
     os.close(tell)
     return Forked(told)
-
-
-def output_of(command: Sequence[str], env: Mapping[str, str], seconds: float = 1500.0) -> str:
-    """What it says until it ends well, on both streams."""
-    with tempfile.TemporaryFile("w+") as log:
-        status = start(command, env, log).wait(seconds)
-        log.seek(0)
-        said = log.read()
-    assert status == 0, said[-8000:]
-    return said
 
 
 def _server(imports: Sequence[str], environment: Mapping[str, str]) -> socket.socket:
@@ -203,21 +186,14 @@ def _search(places: Sequence[str]) -> None:
 # --- in a fork
 
 
-class Program(NamedTuple):
-    """`python [flags] -m MODULE WORDS …`"""
-
-    module: str
-    words: list[str]
-
-
-def program(command: Sequence[str]) -> Program | None:
-    """The program of a command line; None when it is none of this interpreter, or no module."""
+def program(command: Sequence[str]) -> tuple[str, list[str]] | None:
+    """Module and words of `python [flags] -m MODULE WORDS …`; None: the command is another."""
     if not command or command[0] != sys.executable or "-m" not in command[:-1]:
         return None
     at = command.index("-m")
     if any(not word.startswith("-") for word in command[1:at]):
         return None
-    return Program(command[at + 1], list(command[at + 2 :]))
+    return command[at + 1], list(command[at + 2 :])
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -225,19 +201,19 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 
     Functions of `atexit` are not called: libraries registered theirs for the process that imported them.
     """
-    target = program(command)
-    assert target is not None, "only a program can run in a fork"
+    module, words = program(command)
     setproctitle(" ".join(command))  # which looks for its place by the first environment
     os.environ.clear()
     os.environ.update(environment)
-    for number, handler in _HANDLERS.items():
-        signal.signal(number, handler)
-    sys.argv = ["", *target.words]
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as in a new interpreter
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["", *words]
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # its log has all that it printed
-    sys.modules.pop(target.module, None)  # else runpy warns of a module that runs twice
+    sys.modules.pop(module, None)  # else runpy warns of a module that runs twice
     _reseed()
     try:
-        runpy.run_module(target.module, run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         os._exit(_leave(sys.exception()))
 

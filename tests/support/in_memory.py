@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 from blake3 import blake3
@@ -30,7 +30,6 @@ from student_trainer.teacher_scores import TeacherScores
 from sync import wire
 from sync.base.errors import DistillError, Overloaded, RemoteError, Unreachable
 from sync.wire import EvalReport, Generated, Scored, ScoreRefused, Stop, TrainBatch, Version, Wait, pack
-from sync.wire.client import BlockingPeer
 from teacher_service.client import Counters, Reply
 
 
@@ -306,8 +305,7 @@ class MemoryTeacher:
 
 def fetching(teacher: MemoryTeacher, want: wire.Want, student_topk: int = 0) -> TeacherScores:
     """What a rank fetches the scores of teacher "t" with."""
-    connect = cast(Callable[[str], BlockingPeer], lambda url: teacher)
-    servers = lambda name: teacher.servers()  # noqa: E731
+    connect, servers = (lambda url: teacher), (lambda name: teacher.servers())
     return TeacherScores(["t"], want, student_topk, 50, servers, connect, threading.Event())
 
 
@@ -442,9 +440,7 @@ class MemoryTrainer:
         await asyncio.sleep(0)  # a request of its own
         while True:
             body = await self.session.batch(request)
-            answer: TrainBatch | Wait | Stop = wire.decode(
-                body, cast(type[TrainBatch], TrainBatch | Wait | Stop)
-            )
+            answer = wire.decode(body, TrainBatch | Wait | Stop)
             if isinstance(answer, TrainBatch) and self.scores is not None:
                 return self.scores.filled(answer)
             if not isinstance(answer, Wait):

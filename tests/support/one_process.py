@@ -27,22 +27,7 @@ SGD: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
 }
 """In fp32, without clipping: a step is the gradient times the rate."""
-
-
 RATE = 30.0
-
-
-def by_one_process(
-    folder: Path, batch: TrainBatch, into: Path, objective: TopK = TopK(k=4)
-) -> dict[str, float]:
-    """Take the step of `batch` without DeepSpeed and save the model; its metrics."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    engine: Any = PlainEngine(Student(model, head_shape(model.config, VOCAB, 1.0), 64), RATE)
-    metrics = train_step(engine, batch, loss_of(objective, ["only"]), ALONE)
-    model.save_pretrained(into)
-    return metrics
 
 
 def same_step(
@@ -52,10 +37,15 @@ def same_step(
 
     `group`: neighbouring ranks that are given the same rows. The metrics of both, the launched one's first.
     """
+    from transformers import AutoModelForCausalLM
+
     (folder / "sgd.json").write_text(json.dumps(SGD))
     whole = share(Version(0, 0), 0, 1)
     assert isinstance(whole, TrainBatch)
-    expected = by_one_process(models / kind, whole, folder / "alone", objective)
+    model = AutoModelForCausalLM.from_pretrained(models / kind, dtype=torch.float32).train()
+    engine: Any = PlainEngine(Student(model, head_shape(model.config, VOCAB, 1.0), 64), RATE)
+    expected = train_step(engine, whole, loss_of(objective, ["only"]), ALONE)
+    model.save_pretrained(folder / "alone")
     trainer = {"lr": RATE, "deepspeed": str(folder / "sgd.json"), "overrides": {}, **sections.pop("trainer")}
     with closing(StubController(sharing(share, group))) as stub:
         told = objective.model_dump(include={"type", "k", "discount"})

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from tiny_models import language_model
 
 from student_trainer.engine import Student, head_shape
 from student_trainer.ranks import Ranks
@@ -23,15 +24,12 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def student(seed: int, chunk: int = 64, varlen: bool = False) -> Student:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=PADDED, max_position_embeddings=32, initializer_range=0.3, **size)
-    model = LlamaForCausalLM(config)
+    size = {"vocab_size": PADDED, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    size |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32}
+    model = language_model("Llama", seed, **size)
     if varlen:
         replace_attention(model, "sdpa")
-    return Student(model, head_shape(config, VOCAB, 1.0), chunk, varlen)
+    return Student(model, head_shape(model.config, VOCAB, 1.0), chunk, varlen)
 
 
 def difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:

@@ -112,7 +112,6 @@ class History:
         self.trainer: Version | None = None
         self.ledger: dict[int, dict[int, list[str]]] = {}
         """What the trainer knows: lineage → step after → ids."""
-        self.restarts = 0
 
     @property
     def state(self) -> RunState:
@@ -206,7 +205,7 @@ class History:
             self.record.store._items.clear()
         self.record.store.close()
         self.tear()
-        self.trainer, self.restarts = None, self.restarts + 1
+        self.trainer = None
         found = load(opening := open_read_only(self.folder / "run.db"), self.rules, self.record.store.read)
         opening.close()
         assert not differences(committed, seen(found))

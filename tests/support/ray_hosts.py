@@ -88,8 +88,8 @@ class RayHosts:
             )
         until(lambda: "Ray runtime started" in log.read_text(), START_SECONDS, log.read_text, process)
 
-    def kill(self, index: int, name: str = "raylet") -> None:
-        """SIGKILL a host's raylet, or another process of Ray."""
+    def kill(self, index: int) -> None:
+        """SIGKILL a host's raylet."""
         for process in self.hosts[index].processes():
-            if process.name() == name:
+            if process.name() == "raylet":
                 process.kill()

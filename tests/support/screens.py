@@ -37,7 +37,7 @@ def live(run_dir: Path) -> RenderableType:
     half = steps[: len(steps) // 2]
     began = steps[0]["time"] - (run.summary["seconds"]["total"] - run.summary["seconds"]["distill"])
     names = sorted(path.stem for path in (run_dir / "logs").glob("*.log"))
-    seen = Shown(run.config, lambda: dict.fromkeys(names, ("ready", 0)), began)
+    seen = Shown(run.config, lambda: dict.fromkeys(names, ("ready", 0)), began=began)
     for row in half:
         seen.add(Logged(row["time"], int(row["step"]), row))
     for row in run.metrics:

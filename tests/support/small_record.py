@@ -7,15 +7,17 @@ import sqlite3
 import zlib
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from blake3 import blake3
 
 from distill.prompts.stream import Prompt
 from distill.record.blocks import pack_block
 from distill.record.changes import Change
-from distill.record.rollout import Location, Rollout
+from distill.record.rollout import Rollout
 from distill.record.state import RunState
-from distill.record.store import FORMAT, RECORD, Store
+from distill.record.store import FORMAT, RECORD
 from student_trainer.ledger import Ledger
 from sync.wire import Version
 
@@ -86,17 +88,8 @@ def checkpoint(folder: Path, version: Version) -> Path:
     return path
 
 
-class _Unwritten(Store):
-    def __init__(self) -> None:
-        self.at = self._row = 0
-        self._names: dict[str | None, int | None] = {None: None}
-        self._arrays: list[tuple[Rollout, Location]] = []
-
-    def execute(self, sql: str, *parameters: object, **location: object) -> None:
-        pass
-
-
 def apply(state: RunState, *changes: Change) -> None:
-    """Change a state without rows."""
+    """Change a state without rows; of versions, lineages and rollbacks."""
+    nothing: Any = SimpleNamespace(at=0, execute=lambda *_: None, insert=lambda *_: None)
     for change in changes:
-        change.apply(state, _Unwritten())
+        change.apply(state, nothing)

@@ -6,7 +6,7 @@ Letters in shapes: see `teacher_service.engines.base`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,32 +16,22 @@ from teacher_service.config import CAPABILITIES
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineCompletion, EnginePrompt, EngineScores, Item, ScoreOptions
 
-NextToken = Callable[[np.ndarray], np.ndarray]
-"""Token ids [L] → log-probabilities [L, V]: row i is the distribution of the token after position i."""
-
 
 class TableEngine:
-    """Marks sequences by a bigram table [V, V] (row: previous token), or by any function of the prefix.
+    """Marks sequences by a bigram table [V, V] (row: previous token).
 
-    A table's hidden state is the one-hot previous token and its head is the table, so that
-    hidden · headᵀ gives the log-probabilities back; a function has no hidden states.
+    Its hidden state is the one-hot previous token and its head is the table, so that hidden · headᵀ gives the
+    log-probabilities back.
     """
 
-    def __init__(self, source: np.ndarray | NextToken, vocab_size: int | None = None, max_length: int = 4096):
-        self._table = source.astype(np.float32) if isinstance(source, np.ndarray) else None
-        self._next: NextToken = source if callable(source) else self._row
-        size = vocab_size if self._table is None else len(self._table)
-        if size is None:
-            raise TypeError("a function needs vocab_size")
-        can = tuple(name for name in CAPABILITIES if name != "hidden" or self._table is not None)
-        self.engine_info = base.EngineInfo("table", "float32", "table", size, size, max_length, can)
-
-    def _row(self, token_ids_L: np.ndarray) -> np.ndarray:
-        return self._table[token_ids_L]
+    def __init__(self, table: np.ndarray, max_length: int = 4096) -> None:
+        self._table, size = table, len(table)
+        self.engine_info = base.EngineInfo("table", "float32", "table", size, size, max_length, CAPABILITIES)
 
     def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
         """See `Engine.score`."""
-        logp_CV = np.concatenate([self._next(i.token_ids_L)[i.first - 1 : -1] for i in items])
+        previous_C = np.concatenate([item.token_ids_L[item.first - 1 : -1] for item in items])
+        logp_CV = self._table[previous_C]
         if options.temperature != 1.0:
             logp_CV = logp_CV / options.temperature
             logp_CV -= np.logaddexp.reduce(logp_CV, axis=1, keepdims=True)
@@ -54,7 +44,6 @@ class TableEngine:
             wanted_CK = np.concatenate([item.gather_ids_TK for item in items])
             found_CK = np.take_along_axis(logp_CV, np.maximum(wanted_CK, 0), 1)
             gathered_CK = np.where(wanted_CK < 0, 0, found_CK).astype(np.float32)
-        previous_C = np.concatenate([item.token_ids_L[item.first - 1 : -1] for item in items])
         return EngineScores(
             logprob_C=logp_CV[rows_C, targets_C].astype(np.float32),
             topk_ids_CK=ids_CK if options.topk else None,
@@ -78,7 +67,7 @@ class TableEngine:
         rng, ids, ended = np.random.default_rng(prompt.seed), prompt.token_ids_P, False
         logprobs: list[float] = []
         while len(logprobs) < params.max_tokens and not ended:
-            logits_V = self._next(ids)[-1].astype(np.float64) / params.temperature
+            logits_V = self._table[ids[-1]].astype(np.float64) / params.temperature
             logp_V = logits_V - np.logaddexp.reduce(logits_V)
             token = int(rng.choice(len(logp_V), p=np.exp(logp_V)))
             ids = np.append(ids, np.int32(token))
@@ -88,7 +77,7 @@ class TableEngine:
 
     def head(self) -> Head | None:
         """See `Engine.head`."""
-        return None if self._table is None else Head(weight=pack(self._table.T.copy()))
+        return Head(weight=pack(self._table.T.copy()))
 
     def close(self) -> None:
         """Nothing is held."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from forked import output_of
+from forked import start
 
 from distill.record.audit import audit
 
@@ -59,4 +60,10 @@ def ended_well(run_dir: Path, steps: int) -> dict[str, Any]:
 
 def called(*words: str) -> str:
     """What `distill WORDS` prints until it ends well, on both streams."""
-    return output_of([*DISTILL, *words], os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryFile("w+") as log:
+        status = start([*DISTILL, *words], environment, log).wait(1500.0)
+        log.seek(0)
+        said = log.read()
+    assert status == 0, said[-8000:]
+    return said

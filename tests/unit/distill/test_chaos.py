@@ -24,10 +24,9 @@ import psutil
 import pytest
 import typer
 from audited import check
-from fault_kinds import INJECT, targets
 from faults import CUT, MALFORMED, MALFORMED_BYTES, Relay, Relays, malformed, put_between
 from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
-from kill_target import CONTROLLER, KillTarget, processor_seconds
+from kill_target import CONTROLLER, INJECT, KillTarget, processor_seconds, targets
 from ports import PATIENCE, Handler, free_port, served
 from recorded import rows_of
 from small_config import make_config
@@ -46,6 +45,7 @@ from sync.wire.client import Peer
 from tests import benchmarks
 from tests.benchmarks.asynchronous import SCALES, settled
 from tests.benchmarks.figures import comparison, with_json
+from tests.benchmarks.sync import opened
 
 ROOT = Path(__file__).parents[3]
 
@@ -303,6 +303,13 @@ def test_a_ratio_above_one_is_in_favour_of_the_new_variant() -> None:
     rows = {"ms": ("ms", -1), "rate": ("rate", 1), "age": ("age", 0)}
     lines = comparison("old", "new", variants, rows)
     assert lines[2:] == ["| ms | 30 | 20 | 1.50 |", "| rate | 2 | 3 | 1.50 |"]
+
+
+@pytest.mark.parametrize("name", ["bucket", "s3"])
+def test_a_server_of_a_store_is_a_process_beside_the_benchmark(name: str, tmp_path: Path) -> None:
+    with opened(name, tmp_path) as store:
+        store.create("run/key", b"content")
+        assert store.read("run/key") == b"content"
 
 
 def test_twelve_faults_are_of_all_six_kinds() -> None:

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from table_engine import TableEngine
 
 from distill.evaluation.probes import objective_figures
 from distill.preflight_checks import probes
@@ -29,7 +28,6 @@ from student_trainer.objectives.config import (
 )
 from student_trainer.objectives.divergences import build
 from sync.wire import Scored, ScoreRefused, ScoreSequence, TeacherInfo, pack, unpack
-from teacher_service.engines.base import Item, ScoreOptions
 
 V, T = 40, 8
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
@@ -49,11 +47,13 @@ def whole_prefix(token_ids_L: np.ndarray, temperature: float = 0.5) -> np.ndarra
 
 
 def teacher(source: Callable = whole_prefix) -> Score:
-    engine = TableEngine(source, V)
-
     async def score(sequences: list[ScoreSequence]) -> list[Scored | ScoreRefused]:
-        alone = [engine.score([Item(unpack(s.token_ids), s.start)], ScoreOptions()) for s in sequences]
-        return [Scored(s.id, pack(scores.logprob_C)) for s, scores in zip(sequences, alone, strict=True)]
+        answers = []
+        for sequence in sequences:
+            ids_L, start = unpack(sequence.token_ids), sequence.start
+            logp_TV = source(ids_L)[start - 1 : -1]
+            answers.append(Scored(sequence.id, pack(logp_TV[np.arange(len(logp_TV)), ids_L[start:]])))
+        return answers
 
     return score
 

@@ -187,8 +187,8 @@ async def test_scores_are_of_the_temperature_that_is_asked_for_or_refused() -> N
 
 
 async def test_an_engine_that_has_no_head_or_cannot_generate_says_so() -> None:
-    engine = TableEngine(lambda ids: TABLE[ids], vocab_size=V)
-    engine.engine_info = replace(engine.engine_info, can=("topk",))
+    engine = TableEngine(TABLE)
+    engine.engine_info, engine.head = replace(engine.engine_info, can=("topk",)), lambda: None
     async with serving(engine) as url, Peer(url) as peer:
         with pytest.raises(RemoteError, match="422"):
             await peer.call("/v1/head", None, wire.Head)
