@@ -156,7 +156,7 @@ def _calls(calls: Any, template: str) -> Any:
             if isinstance(arguments := function.get("arguments"), str):
                 try:
                     function["arguments"] = json.loads(arguments)
-                except ValueError:
+                except (ValueError, RecursionError):
                     raise DataError(f"arguments of a tool's call are {arguments!r:.60}: write JSON") from None
     return calls
 

@@ -64,7 +64,7 @@ def parse(header: str | None) -> RunIdentity | None:
     """Inverse of `Claim.headers`. Raises WireError."""
     try:
         return None if header is None else json_decoder(RunIdentity).decode(header)
-    except (msgspec.DecodeError, UnicodeError) as error:  # bytes that are no UTF-8 arrive as surrogates
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:  # no UTF-8 arrives as surrogates
         raise WireError(
             f"header {RUN_HEADER} of {len(header or '')} characters names no run: {error}"
         ) from None

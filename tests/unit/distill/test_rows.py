@@ -122,6 +122,13 @@ def test_calls_of_tools_are_written_once_as_json_and_null_arguments_are_dropped(
         assert '{"a": 2}<|im_end|>' in read(tmp_path / "p.jsonl", turns, WITH_TOOLS)
 
 
+@pytest.mark.parametrize("arguments", ['{"a": ', "[" * 100_000], ids=["cut", "nested"])
+def test_arguments_of_a_tools_call_that_cannot_be_read_are_refused(tmp_path: Path, arguments: str) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]}
+    with pytest.raises(DataError, match=r"arguments of a tool's call are .*: write JSON"):
+        read(tmp_path / "p.jsonl", [USER, call, USER], WITH_TOOLS)
+
+
 def test_what_a_tool_says_may_be_written_as_json(tmp_path: Path) -> None:
     said = '{"degrees": 3}'
     content = "{{ m.content | tojson if m.role == 'tool' else m.content }}"

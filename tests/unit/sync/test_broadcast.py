@@ -1,6 +1,5 @@
 """Weights over gloo between threads and processes: groups last while their members do, and nothing hangs."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from datetime import timedelta
-from pathlib import Path
 
 import psutil
 import pytest
@@ -88,21 +86,6 @@ def test_a_member_waits_for_the_senders_word_as_long_as_the_sender_answers():
         meeting.told("digests", lambda: False)
 
 
-def described(named: tuple[str, torch.Tensor]) -> tuple[object, ...]:
-    return named[0], named[1].dtype, named[1].shape, digest(named[1])
-
-
-def test_two_receivers_hold_exactly_the_bits_that_were_sent(sender):
-    for group in ("first", "second"):
-        receptions = [receive(sender, group, rank, 3) for rank in (1, 2)]
-        sent = send(sender, group, 3)
-        assert sent == sum(t.numel() * t.element_size() for t in WEIGHTS.values())
-        for reception in receptions:
-            received = reception.result()
-            assert received.digests == DIGESTS
-            assert [*map(described, received.tensors.items())] == [*map(described, WEIGHTS.items())]
-
-
 @pytest.fixture
 def formed(monkeypatch) -> list[tuple[int, int]]:
     """(rank, size) of every group that a member formed."""
@@ -116,14 +99,19 @@ def formed(monkeypatch) -> list[tuple[int, int]]:
     return found
 
 
+def described(named: tuple[str, torch.Tensor]) -> tuple[object, ...]:
+    return named[0], named[1].dtype, named[1].shape, digest(named[1])
+
+
 def sent(sender: BroadcastSender, group: str, *members: Receiver) -> None:
-    """Send the weights to members, in the order of ranks, and compare."""
+    """Send the weights to members, in the order of ranks, which then hold exactly those bits."""
     size = 1 + len(members)
     tickets = [BroadcastTicket(sender.address, group, rank, size) for rank in range(1, size)]
     receptions = [one.receive(ticket) for one, ticket in zip(members, tickets, strict=True)]
-    send(sender, group, size)
-    for reception in receptions:
-        assert reception.result().digests == DIGESTS
+    assert send(sender, group, size) == sum(tensor.nbytes for tensor in WEIGHTS.values())
+    for received in (reception.result() for reception in receptions):
+        assert received.digests == DIGESTS
+        assert [*map(described, received.tensors.items())] == [*map(described, WEIGHTS.items())]
 
 
 def test_a_group_lasts_as_long_as_all_its_members_keep_their_places(sender, formed):
@@ -187,34 +175,27 @@ def test_buckets_that_were_not_announced_are_refused_and_the_receiver_is_told(se
 
 
 def test_a_replica_that_never_comes_ends_the_broadcast_within_the_time_out():
-    sender = open_sender(5.0)
+    sender = open_sender(1.0)
     reception = receive(sender, "half", 1, 3)
     with pytest.raises(Unreachable, match="half"):
         send(sender, "half", 3)
     with pytest.raises(SnapshotError, match="not received"):
         reception.result()
-    sender._timeout = timedelta(seconds=PATIENCE)
-    sent(sender, "again", receiver())
 
 
 TRAINER = """
-import sys
-from flat_tensors import buckets_of, plan_of
-import torch
 from sync.weights.broadcast import BroadcastSender
+from sync.weights.buckets import Plan
 from sync.wire import Audience
-sender, weights = BroadcastSender("127.0.0.1", timeout=3600.0), {"w": torch.ones(8)}
+sender = BroadcastSender("127.0.0.1", timeout=3600.0)
 print(sender.address, flush=True)
-plan = plan_of(weights)
-sender.send(Audience(group="g", world_size=3), plan, buckets_of(plan, weights))
+sender.send(Audience(group="g", world_size=3), Plan([]), [])
 """
 
 
 def test_a_trainer_that_is_killed_ends_what_waits_for_its_word():
     """The second member never comes: the first would wait for an hour."""
-    support = str(Path(__file__).parents[2] / "support")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([support, *sys.path])}
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True, env=env)
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
     reception = receiver().receive(BroadcastTicket(trainer.stdout.readline().strip(), "g", 1, 3))
     time.sleep(1.0)
     assert not reception.done
@@ -225,7 +206,7 @@ def test_a_trainer_that_is_killed_ends_what_waits_for_its_word():
 
 
 STRANGER = """
-import contextlib, socket, sys
+import sys
 from datetime import timedelta
 from sync.weights.rendezvous import Visitor
 from sync.wire import KeyRequest
@@ -241,14 +222,6 @@ for token in (None, "a guess"):
             sys.exit("it was answered")
         except RuntimeError as error:
             print(error)
-host, _, port = sys.argv[1].rpartition(":")
-for garbage in (b"", b"\\xff" * 4096, b"POST /v1/keys HTTP/1.1\\r\\n"):
-    with socket.create_connection((host, int(port))) as line:
-        with contextlib.suppress(OSError):
-            line.sendall(garbage)
-            line.shutdown(socket.SHUT_WR)
-            while line.recv(4096):
-                pass
 """
 
 
@@ -300,15 +273,10 @@ def test_nothing_of_a_broadcast_listens_beyond_its_own_address(sender):
     assert seen == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize(
-    ("trainer", "replica", "message"),
-    [
-        ("cuda", "cpu", r"broadcasts with nccl and this replica is on a cpu device.*weights\.transport"),
-        ("cpu", "cuda", r"broadcasts with gloo and this replica is on a cuda device.*weights\.transport"),
-    ],
-)
-def test_a_replica_that_could_never_meet_the_trainer_says_so_and_is_no_member(trainer, replica, message):
+@pytest.mark.parametrize(("trainer", "replica", "by"), [("cuda", "cpu", "nccl"), ("cpu", "cuda", "gloo")])
+def test_a_replica_that_could_never_meet_the_trainer_says_so_and_is_no_member(trainer, replica, by):
     """No GPU is needed: neither side gets as far as a group."""
+    message = rf"broadcasts with {by} and this replica is on a {replica} device.*weights\.transport"
     sender = open_sender(device=trainer)
     reception = receiver(device=replica).receive(BroadcastTicket(sender.address, "mixed", 1, 2))
     with pytest.raises(Unreachable, match=message):

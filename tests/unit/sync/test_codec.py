@@ -4,17 +4,18 @@ on a shard give the very bytes of the compiled loops."""
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hostile_store import mutated_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_store import MemoryStore
-from published import publisher_of_folder
-from safetensors.torch import save_file
 
 from sync.base.errors import SnapshotError
 from sync.base.settings import WeightsConfig
@@ -26,7 +27,6 @@ from sync.weights.snapshots.manifest import version_key
 from sync.wire import RunIdentity, Version
 
 KINDS = {"bf16": "u2", "f2": "u2", "f4": "u4", "f8": "u8", "i8": "u8", "u1": "u1"}
-HEADER_BYTES = 1 << 20
 EFFORTS: tuple[Effort, ...] = ("fast", "small")
 
 
@@ -47,6 +47,7 @@ def round_trip(old: np.ndarray, new: np.ndarray, kind: str, effort: Effort, devi
     torch tensors too."""
     blob = codec.encode(old, new, kind, effort)
     assert codec.encode(on(device, old), on(device, new), kind, effort) == blob
+    np.testing.assert_array_equal(codec.on_host(on(device, new)), new)
     bits = old.copy()
     codec.apply(bits, blob, kind)
     np.testing.assert_array_equal(bits, new)
@@ -78,19 +79,6 @@ def test_every_pattern_becomes_every_other_class_of_pattern(kind: str, effort: E
     every = np.arange(65536, dtype="u2")
     for new in (every[::-1].copy(), np.roll(every, 1), every ^ 0x8000, np.roll(every, 12345), every * 0):
         round_trip(every, new, kind, effort, device)
-
-
-@pytest.mark.parametrize("effort", EFFORTS)
-def test_all_pairs_of_special_values_survive(effort: Effort, device: str) -> None:
-    """±0, the smallest and largest subnormals, ±1, ±max, ±inf and NaNs of both signs with payloads."""
-    positive = [0, 1, 0x7F, 0x80, 0x3F80, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF]
-    special = np.array([p | sign for p in positive for sign in (0, 0x8000)], "u2")
-    wide = np.concatenate([special.astype("u4") << 16 | low for low in (0, 1, 0xFFFF)])
-    for kind, values in (("bf16", special), ("f4", wide)):
-        old, new = (grid.ravel().copy() for grid in np.meshgrid(values, values))
-        round_trip(old, new, kind, effort, device)
-    zeros = np.zeros(64, "u2")
-    assert Mode(round_trip(zeros, zeros | 0x8000, "bf16", effort, device)[0]) != Mode.SAME
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
@@ -134,15 +122,6 @@ def test_distances_and_steps_on_both_sides_of_the_escape_survive(effort: Effort,
             round_trip(old, new, "bf16", effort, device)
 
 
-def test_full_precision_weights_that_all_move_take_half_of_their_bytes_and_noise_goes_whole() -> None:
-    random = np.random.default_rng(6)
-    old = weights(random, 50_000, "f4")
-    moved = old + random.integers(300, 3000, old.size).astype("u4")
-    assert len(round_trip(old, moved, "f4", "fast")) < 0.5 * old.nbytes
-    for effort in EFFORTS:
-        assert Mode(round_trip(old, noise(random, old.size, "f4"), "f4", effort)[0]) == Mode.WHOLE
-
-
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.3])
 def test_the_small_mode_comes_within_a_fiftieth_of_the_entropy_given_the_exponent(share: float) -> None:
     """Changes of ±1 ULP whose probability halves with each exponent: H = Σ_c N_c·h(p_c) + changes · 1 bit."""
@@ -180,16 +159,12 @@ def test_offsets_beyond_two_to_the_31_are_computed_without_overflow(tmp_path: Pa
 # --- shards on a device -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("effort", EFFORTS)
-def test_chunks_leave_no_trace(effort: Effort, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(7)
-    size = (3 << 20) + 77
-    old = weights(random, size, "bf16")
-    monkeypatch.setattr(codec, "_CHUNK", 1 << 20)
-    for share in (0.0001, 0.5):
-        new = np.where(random.random(size) < share, old + 1, old).astype("u2")
-        round_trip(old, new, "bf16", effort)
-    round_trip(old, noise(random, size, "bf16"), "bf16", "fast")
+    old = weights(random, 3077, "bf16")
+    monkeypatch.setattr(codec, "_CHUNK", 1000)
+    for share in (0.02, 0.5):
+        round_trip(old, nudged(random, old, share), "bf16", "fast")
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
@@ -216,18 +191,10 @@ def test_a_publisher_of_device_shards_writes_what_one_of_arrays_writes(effort: E
             shards[name] = np.where(moved, bits + 1, bits).astype(bits.dtype)
 
 
-def test_an_anchor_of_device_shards_is_compared_with_its_folder(tmp_path: Path) -> None:
-    tensor = torch.arange(64, dtype=torch.bfloat16)
-    save_file({"w": tensor}, tmp_path / "model.safetensors")
-    publisher = publisher_of_folder(MemoryStore(), tmp_path)
-    publisher.anchor(Version(0, 0), None, tmp_path, {"w": tensor.view(torch.int16)})
-    with pytest.raises(SnapshotError, match="other bits"):
-        publisher.anchor(Version(0, 1), None, tmp_path, {"w": (tensor + 1).view(torch.int16)})
-
-
 # --- damage -----------------------------------------------------------------------------------------------
 
 
+@cache
 def samples() -> list[tuple[str, np.ndarray, bytes]]:
     """A blob of every mode, with the array and kind it belongs to."""
     random = np.random.default_rng(9)
@@ -243,74 +210,16 @@ def samples() -> list[tuple[str, np.ndarray, bytes]]:
     return out
 
 
-SAMPLES = samples()
-
-
-def stays_within(old: np.ndarray, blob: bytes, kind: str) -> None:
-    """Whatever the blob does to an array, what lies around it is as it was."""
+@settings(max_examples=700)
+@given(st.randoms(use_true_random=True))
+def test_a_damaged_blob_is_refused_or_stays_within_its_array(rng: Random) -> None:
+    """Without any digest: an error, or other bits inside of the array, never a crash or a byte outside."""
+    kind, old, blob = rng.choice(samples())
     guarded = np.concatenate([old[:100], old, old[:100]])
     with suppress(SnapshotError):
-        codec.apply(guarded[100:-100], blob, kind)
+        codec.apply(guarded[100:-100], mutated_bytes(blob, rng), kind)
     assert (guarded[:100] == old[:100]).all()
     assert (guarded[-100:] == old[:100]).all()
-
-
-@settings(max_examples=400, deadline=None)
-@given(
-    which=st.integers(0, len(SAMPLES) - 1),
-    damage=st.lists(
-        st.tuples(st.sampled_from(["flip", "cut", "insert", "swap"]), st.floats(0, 1), st.integers(0, 255)),
-        min_size=1,
-        max_size=4,
-    ),
-)
-def test_a_damaged_blob_is_refused_or_stays_within_its_array(
-    which: int, damage: list[tuple[str, float, int]]
-) -> None:
-    """Without any digest: an error, or other bits inside of the array, never a crash or a byte outside."""
-    kind, old, blob = SAMPLES[which]
-    bad = bytearray(blob)
-    for how, where, value in damage:
-        at = int(where * max(0, len(bad) - 1))
-        if how == "flip" and bad:
-            bad[at] ^= value
-        elif how == "cut":
-            del bad[at : at + value]
-        elif how == "insert":
-            bad[at:at] = bytes([value]) * 3
-        elif bad:
-            bad[at:] = bad[at:][::-1]
-    stays_within(old, bytes(bad), kind)
-
-
-@settings(max_examples=300, deadline=None)
-@given(mode=st.sampled_from(list(Mode)), rest=st.binary(max_size=200), kind=st.sampled_from(["bf16", "f4"]))
-def test_bytes_out_of_thin_air_never_reach_beyond_the_array(mode: Mode, rest: bytes, kind: str) -> None:
-    stays_within(np.zeros(200, KINDS[kind]), bytes([mode]) + rest, kind)
-
-
-def test_a_delta_file_parses_only_as_it_was_built() -> None:
-    """Every single flipped byte either fails to parse, or changes a digest that is checked afterwards."""
-    random = np.random.default_rng(10)
-    old = {"w": weights(random, 500, "bf16")}
-    new = {"w": nudged(random, old["w"], 0.05)}
-    part = delta_file.Slice("w", (500,), "bf16", 0, 500)
-    head = delta_file.Header("run", "f" * 64, Version(0, 1), Version(0, 0), 0, 1, [])
-    data = delta_file.build(head, [part], old, new, "fast")
-    caught = 0
-    for at in range(len(data)):
-        bad = bytearray(data)
-        bad[at] ^= 0x10
-        bits = {"w": old["w"].copy()}
-        try:
-            header, blobs = delta_file.parse(bytes(bad), HEADER_BYTES)
-            delta_file.apply(header, blobs, bits)
-            delta_file.verify(header, bits)
-        except (SnapshotError, KeyError):
-            caught += 1
-        else:
-            np.testing.assert_array_equal(bits["w"], new["w"])
-    assert caught > 0.9 * len(data)
 
 
 def test_loops_compile_where_neither_the_package_nor_a_cache_can_be_written(

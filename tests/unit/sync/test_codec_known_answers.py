@@ -7,7 +7,6 @@ out of bounds instead of reading what lies there; that both pass proves that bot
 from __future__ import annotations
 
 import importlib
-import math
 import re
 import struct
 import sys
@@ -149,20 +148,6 @@ def test_gaps_are_written_as_this(lib: Any) -> None:
     turned = single ^ np.array([0, 0x80000000, 0, 0, 1], "u4")
     blob = b"\x01\x02" + stream(1, 2) + b"\0\0" + stream(8, 0) + b"\0\0"
     assert survives(lib, single, turned, "f4", "fast") == blob
-
-
-def test_every_lane_and_every_tail_is_compared(lib: Any) -> None:
-    for dtype, kind in (("u2", "bf16"), ("u4", "f4")):
-        for size in (1, 3, 4, 7, 8, 10):
-            for i in range(size):
-                top = 1 << (8 * np.dtype(dtype).itemsize - 1)
-                for flip in (1, top, top | 1):
-                    old = np.full(size, 0x3C00, dtype)
-                    new = old.copy()
-                    new[i] ^= np.array(flip, dtype)
-                    survives(lib, old, new, kind, "fast")
-        old = np.full(11, 0x3C00, dtype)
-        survives(lib, old, nudged(old, 2), kind, "fast")
 
 
 def test_gaps_that_lead_out_of_the_array_are_refused(lib: Any) -> None:
@@ -311,17 +296,6 @@ def test_levels_are_told_by_their_distance_from_two_below(lib: Any) -> None:
     told = lib.entropy._told(levels)
     assert told.tolist() == [[85, 0, 5, 52], [3, 3, 85, 0]]
     assert lib.entropy._levels_of(told).tolist() == levels.tolist()
-
-
-def test_classes_are_the_old_exponents(lib: Any) -> None:
-    """Where only one exponent of seven moves, a change costs h(1/8) · 8 + 1 bits, not h(1/56) · 56 + 1."""
-    old = bf16(3000)
-    inside = (old >> 7 & 255) == 0x78
-    new = np.where(inside & (mixed(3000, 6) % 8 == 0), old + 1, old).astype("u2")
-    p, many = 1 / 8, int((old != new).sum())
-    bits = inside.sum() * -(p * math.log2(p) + (1 - p) * math.log2(1 - p)) + many
-    assert many > 30
-    assert len(survives(lib, old, new, "bf16", "small")) < bits / 8 * 1.2 + 6
 
 
 def test_small_blobs_are_these(lib: Any) -> None:
@@ -532,8 +506,9 @@ def test_files_that_were_cut_or_altered_do_not_parse(lib: Any) -> None:
         raises(lambda n=length: lib.file.parse(data[:n], HEADER_BYTES), "was cut or altered")
     header, blobs = lib.file.parse(data, HEADER_BYTES)
     good = header.ranges[0]
-    for field in ("offset", "length", "start", "count"):
-        for value in (-1, len(blobs) + 1 if field in ("offset", "length") else -(2**40)):
+    beyond = len(blobs) + 1
+    for field, odd in {"offset": beyond, "length": beyond, "start": -(2**40), "count": 0}.items():
+        for value in (-1, odd):
             bad = msgspec.structs.replace(good, **{field: value})
             altered = msgspec.msgpack.encode(msgspec.structs.replace(header, ranges=[bad]))
             head = zstandard.ZstdCompressor().compress(altered)
@@ -558,7 +533,6 @@ def test_ranges_tile_every_tensor_once(lib: Any) -> None:
         ((0, 2), (3, 1)): "meet at 2 and 3",
         ((0, 3),): "covers 3 of 4",
         ((0, 3), (3, 2)): "covers 5 of 4",
-        ((0, 4), (0, 4)): "meet at 4 and 0",
         (): "covers 0 of 4",
     }.items():
         raises(lambda r=ranges: cover(*r), why)

@@ -29,12 +29,6 @@ def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return disks.noted(tmp_path, monkeypatch)
 
 
-def test_every_new_folder_has_its_name_on_disk(tmp_path: Path, order: list[str]) -> None:
-    durable.make_folder(tmp_path / "a" / "b" / "c")
-    durable.make_folder(tmp_path / "a" / "b" / "c")
-    assert sorted(order) == ["force .", "force a", "force a/b"]
-
-
 def test_a_file_is_on_disk_before_it_has_its_name_and_its_name_before_the_end(
     tmp_path: Path, order: list[str]
 ) -> None:

@@ -35,7 +35,6 @@ def weights_folder(folder: Path, files: str, index: str = "", pickled: str = "")
         ("a.safetensors b.safetensors", "a.safetensors b.safetensors", "", ""),
         ("model.safetensors pytorch_model.bin", "", "", "nothing reads pytorch_model.bin"),
         ("a.safetensors b.safetensors", "a.safetensors", "", "a.safetensors are loaded, and nothing reads b"),
-        ("a.safetensors consolidated.safetensors", "a.safetensors", "", "nothing reads consolidated.saf"),
         ("a.safetensors b.safetensors", "a.safetensors b.safetensors", "gone.bin", ""),
         (
             "a.safetensors",

@@ -35,30 +35,12 @@ class Engine:
         return routes_of(self.record.take(request), np.array(tokens, np.int32))
 
 
-def test_a_prompt_in_chunks_and_its_completion_have_a_route_for_all_but_the_last_token() -> None:
+def test_routes_of_a_request_are_taken_once_and_those_of_another_stay() -> None:
     engine = Engine()
     passes = [engine.run("a", 0, 5, 6), engine.run("b", 0, 9), engine.run("a", 2, 7)]
-    passes += [engine.run("a", 3, 1), engine.run("a", 4, 2)]
-    routes = engine.routes("a", 5, 6, 7, 1, 2, 3)
-    assert routes.shape == (5, 3, 2)
-    np.testing.assert_array_equal(routes, np.concatenate([passes[0], *passes[2:]]))
-    assert engine.record.take("a") is None, "taken once"
-    assert len(engine.record._requests) == 1, "another request stays"
-
-
-def test_routes_before_the_first_one_that_is_wanted_are_not_held() -> None:
-    """A prompt of seven in three parts, the first four of them known; then again after a preemption."""
-    engine = Engine()
-    engine.run("a", 0, 5, 6, first=4)
-    passes = [engine.run("a", 2, 7, 8, 9, first=4)[2:], engine.run("a", 5, 1, 2, first=4)]
-    engine.run("a", 0, 5, 6, 7, 8, 9, 1, first=4)
-    passes.append(engine.run("a", 6, 2, 3, first=4)[1:])
-    np.testing.assert_array_equal(engine.routes("a", 9, 1, 2, 3, 0), np.concatenate(passes))
-    engine.run("b", 0, 5, 6, first=2)
-    assert len(engine.record._requests) == 1, "held since its first part"
-    engine.run("b", 3, 7, first=2)
-    with pytest.raises(DataError, match="positions 2 to 2 came from a cache"):
-        engine.routes("b", 9, 7, 8)
+    np.testing.assert_array_equal(engine.routes("a", 5, 6, 7, 1), np.concatenate(passes[::2]))
+    assert engine.record.take("a") is None
+    np.testing.assert_array_equal(engine.routes("b", 9, 1), passes[1])
 
 
 @given(
@@ -100,12 +82,14 @@ def test_a_request_that_ended_waits_for_a_minute_to_be_taken() -> None:
         engine.routes("left", 5, 1)
 
 
-def test_positions_that_no_pass_read_are_refused() -> None:
+def test_positions_whose_routes_are_wanted_and_that_no_pass_read_are_refused() -> None:
     engine = Engine()
-    engine.run("a", 16, 5, 6)
-    engine.run("a", 18, 7)
-    with pytest.raises(DataError, match="positions 0 to 15 came from a cache"):
-        engine.routes("a", *range(20))
+    engine.run("a", 0, 5, 6, first=2)
+    assert len(engine.record._requests) == 1, "held since the first part of its prompt"
+    engine.run("a", 16, 7, first=2)
+    engine.run("a", 17, 8, first=2)
+    with pytest.raises(DataError, match="positions 2 to 15 came from a cache"):
+        engine.routes("a", *range(2, 19))
 
 
 @pytest.mark.parametrize("tokens", [(5, 6, 7, 8, 9), (5, 9, 7, 8)])

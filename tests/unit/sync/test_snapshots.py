@@ -18,16 +18,15 @@ import published
 import pytest
 import torch
 from flat_tensors import digest, digests
-from hostile_store import safetensors
 from memory_store import MemoryStore
-from published import bits_of, publisher_of, publisher_of_folder, saved, v
+from published import bits_of, publisher_of, saved, v
 
 from sync.base.errors import AlreadyPublished, SnapshotError, StoreError
 from sync.base.settings import WeightsConfig
 from sync.weights.delta.file import Slice
-from sync.weights.publish import BaseShard, Publisher
+from sync.weights.publish import Publisher
 from sync.weights.snapshots import admin, checkpoint
-from sync.weights.snapshots.manifest import manifest_key, read_chain, read_latest, read_manifest
+from sync.weights.snapshots.manifest import manifest_key, read_latest, read_manifest
 from sync.weights.stores import Store
 from sync.weights.subscribe import Mirror
 from sync.wire import Published, RunIdentity, Version
@@ -174,10 +173,10 @@ class TimedStore(MemoryStore):
 
 
 def test_codec_auto_is_small_while_the_store_is_slow_and_says_so_once(
-    store: MemoryStore, mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sync.weights.publish._TIMED_BYTES", 1000)
-    timed = TimedStore(store._objects)
+    timed = TimedStore()
     monkeypatch.setattr("sync.weights.publish.time", timed)
     trainer = Trainer(timed, tmp_path / "saved")
     (publisher,) = trainer.publishers
@@ -187,9 +186,6 @@ def test_codec_auto_is_small_while_the_store_is_slow_and_says_so_once(
     timed.rate = 5e6
     assert trainer.anchor(v(2)).note == "weights.codec auto: fast, as the store takes 5 MB/s"
     assert (publisher.codec, trainer.next(v(3)).note) == ("fast", "")
-    for step in range(3):
-        follow(mirror, v(step))
-    follow(mirror, v(3), trainer)
 
 
 def test_a_slot_is_live_until_a_promotion_and_a_delta_is_read_once(trainer: Trainer, mirror: Mirror) -> None:
@@ -243,10 +239,7 @@ def test_an_altered_file_is_refused_and_the_old_version_stays(trainer: Trainer, 
     trainer.next(v(1))
     key = "run/L000-v00000001/delta-00000.bin"
     good = trainer.store.read(key)
-    random = np.random.default_rng(1)
-    places = random.integers([len(good), 8], size=(20, 2)).tolist()
-    flipped = [good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :] for at, bit in places]
-    for bad in [good[:-1], good + b"\0", good[: len(good) // 2], b"", *flipped]:
+    for bad in (good[:-1], good[:-1] + bytes([good[-1] ^ 1])):
         trainer.store.replace(key, bad)
         with pytest.raises(SnapshotError, match="cut or altered"):
             mirror.stage(v(1))
@@ -284,7 +277,9 @@ def test_a_chain_with_a_gap_or_a_delta_of_another_base_or_model_is_refused_up_to
     follow(mirror, v(4), trainer)
 
 
-def test_a_spoilt_spare_is_found_by_its_digests_and_healed(trainer: Trainer, mirror: Mirror) -> None:
+def test_a_spoilt_spare_or_one_whose_deltas_are_gone_is_healed_from_the_live_slot(
+    trainer: Trainer, mirror: Mirror, tmp_path: Path
+) -> None:
     follow(mirror, v(0))
     for step in (1, 2):
         trainer.next(v(step))
@@ -295,6 +290,10 @@ def test_a_spoilt_spare_is_found_by_its_digests_and_healed(trainer: Trainer, mir
     file.write_bytes(content)
     trainer.next(v(3))
     follow(mirror, v(3), trainer)
+    trainer.next(v(4))
+    trainer.store.delete("run/L000-v00000003/delta-00000.bin")
+    (tmp_path / "mirror/deltas/L000-v00000003/00000.bin").unlink()
+    follow(mirror, v(4), trainer)
 
 
 def test_a_mirror_is_of_one_process_and_one_run_and_another_runs_snapshot_is_refused(
@@ -339,22 +338,21 @@ def test_a_new_lineage_starts_with_an_anchor_that_names_its_parent(trainer: Trai
 
 
 def test_a_version_is_published_once(store: MemoryStore, trainer: Trainer, tmp_path: Path) -> None:
-    trainer.next(v(1))
     rival = Trainer(store, tmp_path / "rival")
     for _ in range(2):  # not on a second try either
         with pytest.raises(AlreadyPublished):
             rival.anchor(v(0))
-    rival.publishers[0]._base = v(0)
-    rival.publishers[0]._shard = BaseShard(rival.publishers[0]._slices, rival.shards(0))
-    with pytest.raises(AlreadyPublished):
-        rival.delta(v(1))
-    assert rival.publishers[0].anchor_due
 
 
 class Failing(MemoryStore):
-    """Fails once, at the first key that ends in `at`; `late`: behind the write."""
+    """Fails once, at the first key that ends in `at`; `late`: behind the write. A key is taken from the first
+    try on, as by the claims of object stores, which no listing shows and `delete` removes."""
 
     at, late = "", False
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        super().__init__(objects)
+        self.claims: set[str] = set()
 
     def _write(self, key: str, write: Callable[[], None]) -> None:
         if fails := bool(self.at) and key.endswith(self.at):
@@ -365,10 +363,17 @@ class Failing(MemoryStore):
             raise StoreError("the store went away")
 
     def create(self, key: str, data: bytes | Path) -> None:
+        if key in self.claims:
+            raise self._taken(key)
+        self.claims.add(key)
         self._write(key, lambda: MemoryStore.create(self, key, data))
 
     def replace(self, key: str, data: bytes) -> None:
         self._write(key, lambda: MemoryStore.replace(self, key, data))
+
+    def delete(self, key: str) -> None:
+        self.claims.discard(key)
+        super().delete(key)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -389,31 +394,6 @@ def test_a_version_that_failed_is_published_under_the_same_name(
     follow(mirror, v(1))
     follow(mirror, v(2), trainer)
     assert read_latest(store, RUN) == v(2)
-
-
-@pytest.mark.parametrize("at", ["model.safetensors", "manifest.json"])
-def test_what_a_broken_upload_left_beside_its_key_does_not_stop_the_next_try(tmp_path: Path, at: str) -> None:
-    """As object stores leave a claim, which no listing shows and `delete` removes."""
-
-    class Claiming(Failing):
-        claims: set[str] = set()
-
-        def create(self, key: str, data: bytes | Path) -> None:
-            if key in self.claims:
-                raise AlreadyPublished(f"{key} exists")
-            self.claims = self.claims | {key}
-            super().create(key, data)
-
-        def delete(self, key: str) -> None:
-            self.claims = self.claims - {key}
-            super().delete(key)
-
-    store = Claiming()
-    store.at, trainer = at, Trainer(store, tmp_path / "saved")
-    with pytest.raises(StoreError, match="went away"):
-        trainer.anchor(v(0))
-    trainer.anchor(v(0))
-    assert read_latest(store, RUN) == v(0)
 
 
 def test_the_last_shards_are_let_go_before_those_of_an_anchor_are_copied(trainer: Trainer) -> None:
@@ -492,40 +472,11 @@ def test_an_anchor_is_due_when_the_deltas_cost_the_set_share(begin: Begin) -> No
     assert not publisher.anchor_due
 
 
-def test_a_chain_ends_at_the_newest_anchor_or_at_what_the_reader_has(trainer: Trainer) -> None:
-    for step in range(1, 6):
-        trainer.anchor(v(step)) if step == 3 else trainer.next(v(step))
-    assert [link.version.step for link in read_chain(trainer.store, RUN, v(5))] == [3, 4, 5]
-    assert [link.version.step for link in read_chain(trainer.store, RUN, v(5), frozenset([v(4)]))] == [5]
-    assert [link.version.step for link in read_chain(trainer.store, RUN, v(2))] == [0, 1, 2]
-
-
 def test_slices_that_leave_out_a_part_of_the_model_are_refused(trainer: Trainer) -> None:
     trainer.publishers = [Publisher(trainer.store, trainer.run, trainer.slices(0)[1:])]
     trainer.anchor(v(1))
     with pytest.raises(SnapshotError, match="every element belongs to exactly one rank"):
         trainer.next(v(2))
-
-
-def test_a_checkpoint_whose_tensors_are_not_aligned_is_brought_forward_too(
-    store: MemoryStore, tmp_path: Path
-) -> None:
-    """A safetensors file may put 16-bit tensors at odd offsets."""
-    header = {
-        "odd": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
-        "w": {"dtype": "BF16", "shape": [3], "data_offsets": [1, 7]},
-    }
-    old = {"odd": np.array([7], "u1"), "w": np.array([1, 2, 3], "u2")}
-    content = b"".join(bits.tobytes() for bits in old.values())
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved/model.safetensors").write_bytes(safetensors(msgspec.json.encode(header), content))
-    publisher = publisher_of_folder(store, tmp_path / "saved")
-    publisher.anchor(v(0), None, tmp_path / "saved", old)
-    new = {"odd": np.array([8], "u1"), "w": np.array([1, 5, 3], "u2")}
-    publisher.delta(v(1), new)
-    with Mirror(tmp_path / "mirror", store, "tests") as mirror:
-        follow(mirror, v(1))
-        assert digests(mirror.path or tmp_path) == {name: digest(bits) for name, bits in new.items()}
 
 
 def test_an_adapter_is_published_and_staged_as_a_folder_of_its_own_kind(

