@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,8 @@ from distill import api
 from distill.launch.run import _Launcher
 from distill.launch.run_folder import RunFolder
 from distill.metrics.samples import SAMPLES, Sample
-from distill.metrics.trackers import MetricsFile
 from distill.record.configuration import record_of
-from sync.base.errors import ConfigError, DataError
+from sync.base.errors import ConfigError
 from sync.base.jsonl import JsonLines
 
 ROOT = Path(__file__).parents[3]
@@ -62,17 +62,12 @@ def test_importing_the_package_imports_nothing_else_and_every_name_is_there() ->
     )
     told = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True)
     assert told.split() == ["light", "True", "True", "False"]
-    with pytest.raises(AttributeError, match="has no attribute 'train'"):
-        distill.train  # noqa: B018
 
 
-def test_a_finished_run_is_not_started_again(file: Path, finished: Path, capsys) -> None:
+def test_a_run_that_is_complete_is_shown_and_not_started_again(file: Path, finished: Path, capsys) -> None:
     """The student's folder does not exist: whatever is checked or started would fail."""
-    assert distill.run(distill.load_config(file), resume=True) == FINISHED
     assert left("run", str(file), "--resume") == 0
     assert "is already complete: 6 steps; raise run.steps to train on" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="does not exist"):
-        distill.run(distill.load_config(file, ["run.steps=7"]), resume=True)
 
 
 @pytest.mark.parametrize(
@@ -126,23 +121,17 @@ def test_signals_are_left_alone_beside_the_main_thread() -> None:
         assert thread.submit(asyncio.run, inside()).result() == "entered"
 
 
-def test_a_run_is_read_back_as_plain_python(file: Path, tmp_path: Path) -> None:
+def test_a_run_is_read_back_as_plain_python(file: Path) -> None:
     config = distill.load_config(file)
     with RunFolder.open(config, resume=False) as folder:
         folder.keep(record_of(config, {}))
-    lines, samples = MetricsFile(config.run_dir / "metrics.jsonl"), JsonLines(config.run_dir / SAMPLES)
-    lines.log(1, {"train/loss": 0.25, "train/grad_norm": float("nan")})
-    lines.close()
-    sample = Sample("L000-v00000000", "1", 0, "t", [1], [2], [-0.5], [-0.25], None, False, False)
-    samples.write(sample)
-    samples.close()
+    line = {"step": 1, "time": 2.0, "train/loss": 0.25}
+    (config.run_dir / "metrics.jsonl").write_text(json.dumps(line | {"train/grad_norm": None}) + "\n")
+    with closing(JsonLines(config.run_dir / SAMPLES)) as samples:
+        samples.write(Sample("L000-v00000000", "1", 0, "t", [1], [2], [-0.5], [-0.25], None, False, False))
     going_on = distill.load_run(str(config.run_dir))
     assert (going_on.config, going_on.summary, going_on.evaluations) == (config, {}, [])
-    (row,) = going_on.metrics
-    assert (row["step"], row["train/loss"], "train/grad_norm" in row) == (1, 0.25, False)
-    (read,) = going_on.samples
-    assert (read["tokens"], read["teacher_logprob"], read["reward"]) == ([2], [-0.25], None)
+    assert going_on.metrics == [line]
+    assert [sample["teacher_logprob"] for sample in going_on.samples] == [[-0.25]]
     (config.run_dir / "summary.json").write_text(json.dumps(FINISHED))
     assert distill.load_run(config.run_dir).evaluations == FINISHED["evaluations"]
-    with pytest.raises(DataError, match="name the folder of a run"):
-        distill.load_run(tmp_path)

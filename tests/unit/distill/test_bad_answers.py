@@ -10,7 +10,6 @@ import math
 import os
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,10 @@ from in_memory import (
 from started import controlled, ended, to_the_end
 
 from distill.config import RunConfig
+from distill.events import AT_FAULT
 from distill.interfaces import Components
 from distill.prompts.stream import PromptStream
 from distill.record.store import Store
-from distill.rollout.replica_client import Answer
 from sync import wire
 from sync.wire import Generated, GenerateFailed, Scored, ScoreRefused, Want, pack, unpack
 
@@ -174,88 +173,66 @@ def test_every_field_of_every_message_was_changed() -> None:
     assert {"TrainerHello", "FinalDigests"} <= {message for message, _ in reached}, "each once in a run"
 
 
-def without_routes(answer: Generated) -> Answer:
-    return GenerateFailed(id=answer.id, error="no routes of a sequence", unusable=True)
-
-
-@pytest.mark.parametrize(("spoil", "says"), [(with_nan, "logprob is nan"), (without_routes, "no routes of")])
 async def test_a_replica_whose_answers_cannot_be_used_is_left_out_and_the_run_goes_on(
-    controller, caplog: pytest.LogCaptureFixture, spoil: Callable[[Generated], Answer], says: str
+    controller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lying = MemoryReplica(spoil=spoil)
+    lying = MemoryReplica(spoil=with_nan)
     run = controller(replicas={"good": MemoryReplica(seed=1, token_seconds=0.001), "lying": lying})
     summary = await to_the_end(run)
     assert (summary["completed"], summary["error"]) == (True, None)
     assert run.pool.replicas["lying"].excluded
     (told,) = [text for text in caplog.messages if "excluded until the run ends" in text]
     assert "replica lying at memory gave 8 unusable answers" in told
-    assert says in told
+    assert "logprob is nan" in told
     assert summary["rollout"]["requeued"]["unusable"] >= 8
 
 
-def refused(answer: Generated) -> Answer:
-    return GenerateFailed(id=answer.id, error="out of memory")
+def failing(error: str, unusable: bool) -> MemoryReplica:
+    return MemoryReplica(spoil=lambda answer: GenerateFailed(id=answer.id, error=error, unusable=unusable))
+
+
+class Lying(MemoryTeacher):
+    def _scores(self, sequence: wire.ScoreSequence, want: Want) -> Scored | ScoreRefused:
+        scores = super()._scores(sequence, want)
+        return msgspec.structs.replace(scores, logprob=pack(np.full(scores.logprob.shape, np.nan, "f4")))
+
+
+class Failing(MemoryTeacher):
+    def _scores(self, sequence: wire.ScoreSequence, want: Want) -> Scored | ScoreRefused:
+        return ScoreRefused(sequence.id, "the engine's answer: logprob is nan", unusable=True)
+
+
+REPLICA, TEACHER, EVALUATOR = "replica r0 at memory", "teacher t at memory", "the evaluator"
 
 
 @pytest.mark.parametrize(
-    ("replica", "teacher", "says"),
+    ("part", "server", "who", "says"),
     [
-        (MemoryReplica(spoil=refused), MemoryTeacher(), "refused the prompt: out of memory"),
-        (MemoryReplica(spoil=without_tokens), MemoryTeacher(), "completed a prompt without a token"),
-        (MemoryReplica(), MemoryTeacher(refuses=lambda _: True), "too long for this teacher"),
-        (MemoryReplica(), MemoryTeacher(rejects=lambda _: True), "one sequence cannot be read"),
+        ("replicas", {"r0": MemoryReplica(spoil=with_nan)}, REPLICA, " is nan"),
+        ("replicas", {"r0": failing("out of memory", False)}, REPLICA, f"out of memory ({AT_FAULT})"),
+        ("replicas", {"r0": failing("no routes", True)}, REPLICA, "the last one: no routes"),
+        ("replicas", {"r0": MemoryReplica(spoil=without_tokens)}, REPLICA, f"without a token ({AT_FAULT})"),
+        ("teachers", {"t": Lying()}, TEACHER, " is nan"),
+        ("teachers", {"t": Failing()}, TEACHER, "the engine's answer: logprob is nan"),
+        ("teachers", {"t": MemoryTeacher(refuses=lambda _: True)}, TEACHER, f"this teacher ({AT_FAULT})"),
+        ("teachers", {"t": MemoryTeacher(rejects=lambda _: True)}, "teacher t", "sequence cannot be read"),
+        ("evaluator", MemoryEvaluator(kl=lambda _: math.nan), EVALUATOR, ".sums[0]"),
     ],
 )
-async def test_a_server_that_only_refuses_ends_the_run_instead_of_using_up_prompts(
-    controller, replica: MemoryReplica, teacher: MemoryTeacher, says: str
-) -> None:
-    run = controller(replicas={"r0": replica}, teachers={"t": teacher})
-    summary = await to_the_end(run)
-    assert not summary["completed"]
-    assert "gave 8 unusable answers one after the other" in summary["error"]
-    assert says in summary["error"]
-    assert "if the prompts are at fault, correct or drop them, otherwise see the server" in summary["error"]
-    assert sum(summary["rollout"]["dropped"].values()) < 100
-
-
-@pytest.mark.parametrize("who", ["replica", "teacher", "refusing teacher", "evaluator"])
 async def test_when_no_server_of_a_kind_is_left_the_run_ends_with_an_error_and_a_resume_goes_on(
-    controller, config, who: str
+    controller, config, part: str, server: Any, who: str, says: str
 ) -> None:
-    class Teacher(MemoryTeacher):
-        def _scores(self, sequence: wire.ScoreSequence, want: Want) -> Scored | ScoreRefused:
-            if who == "refusing teacher":
-                return ScoreRefused(sequence.id, "the engine's answer: logprob is nan", unusable=True)
-            scores = super()._scores(sequence, want)
-            bad = pack(np.full(scores.logprob.shape, np.nan, "f4"))
-            return msgspec.structs.replace(scores, logprob=bad) if who == "teacher" else scores
-
+    """Instead of using up prompts."""
     settings = config(guard={"bad_answers": 3}, evaluation={"every": 1}, run={"steps": 8})
-    run = controller(
-        settings,
-        replicas={"r0": MemoryReplica(spoil=with_nan) if who == "replica" else MemoryReplica()},
-        teachers={"t": Teacher()},
-        evaluator=MemoryEvaluator(kl=lambda version: math.nan if who == "evaluator" else 0.1),
-    )
+    run = controller(settings, **{"evaluator": MemoryEvaluator(), part: server})
     summary, trainer = await ended(run)
     assert not summary["completed"]
-    server = {"replica": "replica r0 at memory", "evaluator": "the evaluator"}.get(who, "teacher t at memory")
-    assert summary["error"].startswith(f"{server} gave 3 unusable answers")
-    assert (".sums[0]" if who == "evaluator" else " is nan") in summary["error"]
+    assert summary["error"].startswith(who)
+    assert "gave 3 unusable answers one after the other" in summary["error"]
+    assert says in summary["error"]
+    assert sum(summary["rollout"]["dropped"].values()) < 100
 
     mended = controller(settings, evaluator=MemoryEvaluator())
     trainer.session = mended.session
     summary = await to_the_end(mended, trainer)
     assert (summary["completed"], summary["error"]) == (True, None)
-
-
-async def test_a_replica_that_leaves_prompts_unanswered_does_not_hold_the_run(controller) -> None:
-    class Mute(MemoryReplica):
-        async def generate(self, request: wire.GenerateRequest) -> AsyncGenerator[Answer, None]:
-            if request is None:
-                yield
-
-    run = controller(replicas={"mute": Mute(), "good": MemoryReplica(token_seconds=0.0005)})
-    run.pool.retry_seconds = 0.02
-    summary = await to_the_end(run)
-    assert summary["completed"]

@@ -72,8 +72,6 @@ def build(controller, config) -> Callable[..., Controller]:
     ("bad", "most"),
     [
         ({"0:13:0"}, 6),  # two deaths, then at most one for each halving of a batch of 8, the last one alone
-        ({"0:8:0"}, 6),
-        ({"0:9:0", "0:14:0"}, 10),
         ({"0:0:0", "0:7:0"}, 10),
     ],
 )

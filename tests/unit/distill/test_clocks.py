@@ -55,8 +55,6 @@ POLL, RANKS_POLL, SILENCE = TrainerSession.poll_seconds, controller_client._POLL
         (peers.SECONDS, 4, HEALTH, "several probes of /health fail before a kill"),
         (batcher.LATE_POLL_SECONDS, 1, waits.CONTINUED_SECONDS, "a wait for late rollouts has one beginning"),
         (registry.FOLLOW_SECONDS, 1, LEASE, "an address is known before the next lease ends"),
-        (LEASE / 5, 1, LEASE / 3, "leases are looked at as often as they are renewed: none ends unseen"),
-        (LEASE / 3, 3, LEASE, "two renewals may be lost"),
         (guardian.ORPHAN_GRACE_SECONDS, 1, supervise.GUARDIAN_SECONDS, "orphans end in a guardian's time"),
         (controller_client.FINAL_REPORT_SECONDS, 1, run.STOP_SHARE * GRACE, "a report arrives before a kill"),
         (supervise.GUARDIAN_SECONDS, 1, GRACE, "a stop is over in its time"),

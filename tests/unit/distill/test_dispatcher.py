@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
-from in_memory import MemoryPrompts, MemoryReplica, MemoryRewards, with_nan, without_tokens
+from in_memory import MemoryPrompts, MemoryReplica, with_nan, without_tokens
 from small_config import make_config
 from started import begun, common_of
 from virtual_time import LONG
@@ -60,7 +60,6 @@ class Bench:
         steps: int = 100,
         group: int = 1,
         source: PromptSource | None = None,
-        rewards: MemoryRewards | None = None,
         **config: Any,
     ) -> None:
         rules, prompts = Rules(8, Bound(1, 1), group=group), PromptStream(source or MemoryPrompts(), 0, group)
@@ -71,7 +70,7 @@ class Bench:
         )
         limit = settings.rollout.completion_timeout_seconds
         sampling = Sampling(max_tokens=settings.rollout.max_tokens, student_topk=2, max_seconds=limit)
-        common = common_of(settings, self.record, sampling, rewards=rewards, prompts=prompts)
+        common = common_of(settings, self.record, sampling, prompts=prompts)
         self.events, self.timeline = common.events, common.timeline
         self.pool = ReplicaPool(common)
         self.pool.poll_seconds = self.pool.retry_seconds = 0.02
@@ -228,17 +227,13 @@ async def test_what_the_time_limit_ends_is_kept_in_part_dropped_or_asked_again(
     assert counters.issued == 16 + (counters.dropped["straggler"] if policy == "drop" else 0)
 
 
-@pytest.mark.parametrize("policy", ["drop", "requeue"])
-async def test_what_the_token_limit_ends_is_dropped_or_asked_again_unless_kept(tmp_path, policy: str) -> None:
-    bench = await Bench(
-        tmp_path, MemoryReplica(seed=1, longest=4), max_tokens=4, on_max_tokens=policy
-    ).finishes()
+async def test_what_the_token_limit_ends_is_dropped_where_that_is_its_policy(tmp_path: Path) -> None:
+    replica = MemoryReplica(seed=1, longest=4)
+    bench = await Bench(tmp_path, replica, max_tokens=4, on_max_tokens="drop").finishes()
     assert not any(one.truncated for one in bench.finished)
     counters = bench.record.state.counters
-    counted = counters.dropped if policy == "drop" else counters.requeued
-    assert counted["over_long"] > 0
-    assert len(bench.quarantined) == counters.dropped["over_long"]
-    assert counters.generated_tokens == 4 * counted["over_long"]
+    assert len(bench.quarantined) == counters.dropped["over_long"] > 0
+    assert counters.generated_tokens == 4 * counters.dropped["over_long"]
 
 
 async def test_a_completion_of_a_broken_group_is_not_scored(tmp_path: Path) -> None:
@@ -252,19 +247,28 @@ async def test_a_completion_of_a_broken_group_is_not_scored(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"), [(Overloaded("full", 0.01), "replica_busy"), (RemoteError("no"), "replica_lost")]
+    ("error", "requeued"),
+    [
+        (Overloaded("full", 0.01), {"replica_busy": 4}),
+        (RemoteError("no"), {"replica_lost": 4}),
+        (None, {"unusable": 4, "replica_lost": 12}),  # its other requests, too
+    ],
 )
-async def test_a_refused_request_is_sent_again(tmp_path: Path, error: RemoteError, reason: str) -> None:
+async def test_a_request_that_is_refused_or_left_unanswered_is_sent_again(
+    tmp_path: Path, error: RemoteError | None, requeued: dict[str, int]
+) -> None:
     class Refusing(MemoryReplica):
         async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
             if not self.served:
                 self.served.append(request)
+                if error is None:
+                    return
                 raise error
             async for answer in super().generate(request):
                 yield answer
 
     bench = await Bench(tmp_path, Refusing()).finishes()
-    assert bench.record.state.counters.requeued == {reason: 4}
+    assert bench.record.state.counters.requeued == requeued
 
 
 def spoiled(name: str, change: Callable[[Generated], Answer], times: int = 99) -> MemoryReplica:
@@ -304,13 +308,6 @@ async def test_a_completion_that_cannot_be_used_is_asked_again_or_dropped_with_a
     counters = bench.record.state.counters
     assert (counters.requeued, counters.dropped) == (requeued, dropped)
     assert counters.issued == 16 + len(dropped)
-
-
-async def test_every_completion_is_rewarded_before_it_is_scored(tmp_path: Path) -> None:
-    rewards = MemoryRewards(lambda prompt, ids: len(ids) + (prompt.answer == "gold") / 2)
-    bench = await Bench(tmp_path, MemoryReplica(), rewards=rewards).finishes()
-    for rollout in bench.finished:
-        assert rollout.reward == rollout.length + (rollout.source_prompt.answer == "gold") / 2
 
 
 # --- completions of an evaluation -------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from ports import free_port, healthy
@@ -64,8 +63,7 @@ async def echo(task, talk):
         return float("nan")
     if task == 5:
         return {"reward": 1, "moves": 3}
-    parts = [{"type": "text", "text": "g"}, {"type": "text", "text": "o"}] if task == 10 else "go"
-    reply = await talk.say([{"role": "system", "content": "s"}, {"role": "user", "content": parts}])
+    reply = await talk.say([{"role": "system", "content": "s"}, {"role": "user", "content": "go"}])
     while True:
         reply = await talk.say({"role": "tool", "content": reply.text.upper()})
 
@@ -216,6 +214,8 @@ def test_the_token_that_ends_a_turn_is_there_once_whether_or_not_it_ends_texts(e
     assert added == ids_of(";u:x;a:")
     cut = Renderer(tokenizer).added(ids_of("hi"), [{"role": "user", "content": "x"}])
     assert cut == [ends, *ids_of(";u:x;a:")]
+    stopping = Renderer(tokenizer, stop_token_ids=ids_of("!"))
+    assert stopping.text([*ids_of("hi"), ends]) == stopping.text(ids_of("hi!")) == "hi"
 
 
 async def test_messages_and_figures_are_taken_in_every_form() -> None:
@@ -229,19 +229,6 @@ async def test_messages_and_figures_are_taken_in_every_form() -> None:
         assert await client.begin("y", 5) == EpisodeOver(id="y", reward=1.0, metrics={"moves": 3.0})
 
 
-async def test_parts_of_text_are_joined_and_the_environment_reads_markers_but_no_end() -> None:
-    async with served() as (_, url), client_of(url) as client:
-        assert text_of(await client.begin("x", 10)) == "s:s;u:g\no;a:"
-    tokenizer = character_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<call>", "</call>", "<turn_end>"]})
-    tokenizer.chat_template = TEMPLATE.replace("<eos>", "<turn_end>")
-    ids = tokenizer("<call>add 1</call>", add_special_tokens=False)["input_ids"]
-    renderer = Renderer(tokenizer)
-    for end in ([], [END], [tokenizer.convert_tokens_to_ids("<turn_end>")]):
-        assert renderer.text([*ids, *end]) == "<call>add 1</call>"
-    assert Renderer(tokenizer, stop_token_ids=[ids[-1]]).text([ids[0], ids[-1]]) == "<call>", "the run's end"
-
-
 ALTERNATING = (
     "{% if messages and messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -252,7 +239,7 @@ NO_TOOLS = "{% for m in messages if m['role'] != 'tool' %}" + TEMPLATE.partition
 
 
 SYSTEM, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "4"}
-USER, PICTURE = {"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "image"}]}
+USER, THOUGHT = {"role": "user", "content": "a"}, {"type": "thinking", "text": "a"}
 ALTERNATED = "user, assistant, tool: say messages of"
 RAISED = r"template raised TemplateError \({}\) for messages of roles {}"
 
@@ -262,14 +249,12 @@ RAISED = r"template raised TemplateError \({}\) for messages of roles {}"
     [
         (ALTERNATING, {"first": SYSTEM}, "turn 0: .*" + RAISED.format("no system role", "system")),
         (ALTERNATING, {"second": TOOL}, "turn 1: .*" + RAISED.format("roles must alternate", ALTERNATED)),
-        (ALTERNATING, {"second": [USER] * 2}, r"turn 1: .*user, assistant, user, user"),
         (NO_TOOLS, {"second": TOOL}, r"turn 1: .*leaves a message of role 'tool' out"),
         (TEMPLATE, {"first": 42}, r"talk.say, turn 0: a turn is 42: give a text"),
         (TEMPLATE, {"first": []}, r"turn 0: a turn is \[\]"),
         (TEMPLATE, {"second": [7]}, r"turn 1: a message is 7: give a role and a content"),
         (TEMPLATE, {"second": {"content": "x"}}, r"turn 1: a message is .* give a role"),
-        (TEMPLATE, {"first": USER | {"content": None}}, r"content is None: give a text"),
-        (TEMPLATE, {"first": PICTURE}, r"only parts of type 'text'"),
+        (TEMPLATE, {"first": USER | {"content": [THOUGHT]}}, r"only parts of type 'text'"),
         (TEMPLATE, {"first": [USER, {"role": "assistant", "content": "3"}]}, r"is the assistant's, '3'"),
     ],
 )
@@ -294,13 +279,14 @@ async def test_a_turn_before_the_answer_to_the_last_one_is_refused() -> None:
 
 
 async def test_a_service_that_ends_gives_up_all_episodes_at_once() -> None:
-    import odd_environments
-
     async with served(section("odd_environments:together")) as (service, url), client_of(url) as client:
         for name in "abc":
             await client.begin(name, 0)
         assert len(service._open()) == 3
-    assert odd_environments.ending.count("ended") == 3
+        from odd_environments import ending
+    assert ending.count("ended") == 3
+    given_up = service.registry.get_sample_value("distill_environment_episodes_total", {"event": "given_up"})
+    assert given_up == 3
 
 
 def test_a_template_that_no_turn_can_follow_is_refused_with_the_prompts(tmp_path: Path) -> None:
@@ -451,7 +437,6 @@ async def test_episodes_begin_at_the_process_with_the_fewest_and_not_at_one_that
     [
         ({"environment": "odd_environments:blocking"}, "is no async function: write"),
         ({"options": {"speed": 2}}, r"cannot be called with .* unexpected keyword argument 'speed'\)"),
-        ({"environment": "odd_environments:missing"}, "environments.e.environment = .* cannot be loaded"),
     ],
 )
 def test_what_is_no_environment_is_refused_before_any_episode(fields: dict[str, Any], error: str) -> None:
@@ -504,13 +489,8 @@ async def test_a_killed_process_loses_its_episodes_and_no_more(tmp_path: Path, m
 
             with pytest.raises(EnvironmentLost, match="episode x is not known: this process was restarted"):
                 await play(client, Episode("x"), 0, kill, LIMITS)
-            episode = Episode("x")
-            await play(client, episode, 0, player(lambda _: "a"), LIMITS._replace(turns=3))
-            assert episode.ended == "max_turns"
+            assert text_of(await client.begin("x", 0)), "it may begin again"
             assert (await client.info()).tokenizer_fingerprint == tokenizers.fingerprint(TOKENIZER)
-            async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}) as scraper:
-                answer = await scraper.get(f"{url}/metrics")
-            assert 'distill_environment_episodes_total{event="given_up"} 1.0' in answer.text
         child.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(child.wait, 60) == 0
 
