@@ -46,7 +46,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's las
 
 def _checked_file(path: Path | None) -> Path | None:
     """`path` itself. Raises ConfigError, before a command works for its figures, when it cannot be a file."""
-    if path is not None and (not path.name or path.is_dir()):
+    if path is not None and path.is_dir():
         raise ConfigError(f"--json {str(path)!r} is a folder: name a file")
     return path
 

@@ -325,6 +325,7 @@ class MemoryEvaluator:
 
     seen: list[Version] = field(default_factory=list)
     kl: Callable[[Version], float] = lambda version: 1.0 / (1 + version.step)
+    """One below 0 is estimated."""
     best: list[EvalReport] = field(default_factory=list)
     seconds: float = 0.0
     """Of an evaluation."""
@@ -338,7 +339,7 @@ class MemoryEvaluator:
         self.seen.append(request.version)
         each = self.kl(request.version)
         teachers = {
-            name: wire.Divergence(exact=True, sums=[each * tokens.count for tokens in sequences])
+            name: wire.Divergence(exact=each >= 0, sums=[each * tokens.count for tokens in sequences])
             for name, sequences in request.teachers.items()
         }
         reply = wire.EvalReply(version=request.version, teachers=teachers)

@@ -24,22 +24,12 @@ async def at_url(app: Any, token: str | None = None, port: int = 0) -> AsyncIter
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
-def replica_app(engine: MemoryReplica, cut: int | None = None) -> Starlette:
-    """Refuses step 13; after `cut` frames the stream of completions ends inside one."""
+def replica_app(engine: MemoryReplica) -> Starlette:
+    """Refuses step 13."""
 
     async def generate(request: Request) -> Response:
-        asked = await read_message(request, GenerateRequest)
-
-        async def frames() -> AsyncIterator[bytes]:
-            sent = 0
-            async for answer in engine.generate(asked):
-                if sent == cut:
-                    yield frame(answer)[:9]
-                    return
-                sent += 1
-                yield frame(answer)
-
-        return StreamingResponse(frames())
+        answers = engine.generate(await read_message(request, GenerateRequest))
+        return StreamingResponse(frame(answer) async for answer in answers)
 
     async def update(request: Request) -> Response:
         asked = await read_message(request, UpdateRequest)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import itertools
 import json
 import math
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ import pytest
 import torch
 from evaluated_models import Replica, Teacher, by_hand, completed, configure, evaluated, evaluation, lines
 from msgspec.structs import replace
+from tiny_models import model_of
 
-from distill import events
 from distill.controller import Controller
 from distill.evaluation import evaluator as evaluating
 from distill.evaluation import generation, statistics
@@ -27,8 +26,7 @@ from distill.evaluation.evaluator import parts
 from distill.evaluation.models import load_model
 from distill.evaluation.report import ReverseKL, total
 from distill.rollout.replica_client import Answer
-from distill.tasks.sort_letters import STUDENT, letter_tokenizer
-from distill.tasks.teaching import new_model
+from distill.tasks.sort_letters import letter_tokenizer
 from sync.base import durable
 from sync.base.errors import DataError, RemoteError, Unreachable
 from sync.base.settings import ModelSource
@@ -38,13 +36,10 @@ from teacher_service.engines.base import Item
 pytestmark = pytest.mark.usefixtures("ends_workers")
 
 
-def evaluator(
-    models: Path, replica: Any = None, teacher: Any = None, rollout: Any = (), **settings: Any
-) -> Controller:
+def evaluator(models: Path, replica: Any = None, teacher: Any = None, **settings: Any) -> Controller:
     """Of the two models, in a replica and with a teacher of its own where none is given."""
-    config = configure(models, **settings).with_(rollout=dict(rollout))
-    teacher = teacher or Teacher(models / "teacher")
-    return evaluation(config, models, replica or Replica(models / "student"), {"t": teacher})
+    replica, teacher = replica or Replica(models / "student"), teacher or Teacher(models / "teacher")
+    return evaluation(configure(models, **settings), models, replica, {"t": teacher})
 
 
 @pytest.mark.parametrize("positions", [3, 1 << 20])
@@ -92,22 +87,6 @@ async def test_of_a_teacher_without_hidden_states_and_completions_it_is_estimate
     assert found.reverse_kl_error == pytest.approx(math.sqrt(12 / 11 * rest) / tokens_R.sum(), rel=1e-4)
 
 
-def test_the_estimate_is_unbiased_and_its_error_is_what_it_spreads_by() -> None:
-    """Tokens of a two-valued p against a two-valued q; 400 evaluations of 50 completions."""
-    p, q, random = np.array([0.3, 0.7]), np.array([0.6, 0.4]), np.random.default_rng(0)
-    exact = float((p * np.log(p / q)).sum())
-    found = []
-    for _ in range(400):
-        counts = random.integers(1, 9, 50)
-        drawn = [random.choice(2, count, p=p) for count in counts]
-        sums = np.array([np.log(p / q)[tokens].sum() for tokens in drawn])
-        found.append(total([ReverseKL(False, sums, counts)]))
-    values, errors = zip(*found, strict=True)
-    spread = float(np.std(values))
-    assert abs(np.mean(values) - exact) < 4 * spread / math.sqrt(400)
-    assert np.mean(errors) == pytest.approx(spread, rel=0.1)
-
-
 def test_the_error_of_several_teachers_counts_that_their_shares_of_the_tokens_vary() -> None:
     """Two teachers whose ratios differ by 2 nats, and no noise within a completion."""
     draws = np.random.default_rng(0).geometric(0.1, (400, 2, 40))
@@ -140,25 +119,22 @@ def test_work_is_split_at_the_limit_and_nothing_is_lost() -> None:
 # --- completions ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (
-            lambda answer: replace(answer, spans=[VersionSpan(Version(0, 3), 0, answer.token_ids.shape[0])]),
-            "it was generated with L000-v00000003, and must be with L000-v00000002",
-        ),
-        (lambda answer: replace(answer, token_ids=pack(np.zeros(7, "i4"))), "7 tokens, and must be 0 to 6"),
-    ],
-)
 async def test_completions_that_cannot_be_used_are_generated_again_and_not_for_ever(
-    models: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Generated], Answer], problem: str
+    models: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    changes: Iterator[Callable[[Generated], Answer]] = itertools.cycle(
+        [
+            lambda answer: replace(answer, spans=[VersionSpan(Version(0, 3), 0, answer.token_ids.shape[0])]),
+            lambda answer: replace(answer, token_ids=pack(np.zeros(7, "i4"))),
+        ]
+    )
     lying = Replica(models / "student")
-    lying.spoil = lambda answer: change(answer) if ":7:0" in answer.id else answer
+    lying.spoil = lambda answer: next(changes)(answer) if ":7:0" in answer.id else answer
     run = evaluator(models, lying)
     with pytest.raises(RemoteError, match=r"5 completions of eval:.*:held_out:7:0 were lost \(unusable\)"):
         await completed(run, Version(0, 2))
-    assert problem in caplog.text
+    assert "it was generated with L000-v00000003, and must be with L000-v00000002" in caplog.text
+    assert "7 tokens, and must be 0 to 6" in caplog.text
     assert not file_of(models / "x", Version(0, 2), "held_out").exists()
 
 
@@ -178,13 +154,18 @@ async def test_completions_wait_for_disk_space(models: Path, monkeypatch: pytest
     assert written == [file_of(models / "x", Version(0, 0), "held_out")] * 2
 
 
-async def test_what_a_lost_replica_has_completed_is_not_generated_again(models: Path) -> None:
-    class Short(Replica):
-        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-            async for answer in super().generate(request):
-                if len(self.served) > 3 or not answer.id.endswith(":7:0"):
-                    yield answer
+class Short(Replica):
+    """Leaves one prompt of its first `short` requests unanswered."""
 
+    short = 3
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        async for answer in super().generate(request):
+            if len(self.served) > self.short or not answer.id.endswith(":7:0"):
+                yield answer
+
+
+async def test_what_a_lost_replica_has_completed_is_not_generated_again(models: Path) -> None:
     replica = Short(models / "student")
     run = evaluator(models, replica)
     assert len((await completed(run))["held_out"]) == 12
@@ -192,32 +173,13 @@ async def test_what_a_lost_replica_has_completed_is_not_generated_again(models: 
     assert again == [f"eval:{Version(0, 0)}:held_out:7:0"]
 
 
-async def test_a_replica_that_leaves_prompts_unanswered_is_given_up_at_last(models: Path) -> None:
-    class Mute(Replica):
-        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-            return
-            yield
-
-    run = evaluator(models, Mute(models / "student"))
+async def test_a_replica_that_leaves_a_prompt_unanswered_is_given_up_at_last(models: Path) -> None:
+    replica = Short(models / "student")
+    replica.short = 1 << 30
+    run = evaluator(models, replica)
     run.pool.budget._limit = 1 << 30  # else it is excluded first
     with pytest.raises(Unreachable, match=r"5 replicas were lost while they generated with .*r0 was lost"):
         await completed(run)
-
-
-async def test_a_replica_that_generates_nothing_is_stalled_for_an_evaluation_too(models: Path) -> None:
-    class Stalled(Replica):
-        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-            if not self.served:
-                self.served.append(request)
-                await asyncio.Event().wait()
-            async for answer in super().generate(request):
-                yield answer
-
-    run = evaluator(models, Stalled(models / "student"), rollout={"stall_timeout_seconds": 0.4})
-    stalled: list[str] = []
-    run.events.on(events.Stalled, lambda event: stalled.append(event.role))
-    assert len((await completed(run))["held_out"]) == 12
-    assert stalled == ["r0"]
 
 
 def test_the_first_and_the_newest_versions_are_kept(tmp_path: Path) -> None:
@@ -393,12 +355,9 @@ def test_the_most_frequent_answer_decides(
 # --- models -----------------------------------------------------------------------------------------------
 
 
-def test_a_version_of_a_model_with_code_of_its_own_brings_weights_alone(tmp_path: Path) -> None:
+def test_a_version_of_a_model_with_code_of_its_own_brings_weights_alone(models: Path) -> None:
     """The folder of a version holds no code and names none; what runs is that of the student's own folder."""
-    own, version = tmp_path / "own", tmp_path / "version"
-    model = new_model(STUDENT, letter_tokenizer())
-    model.save_pretrained(own)
-    letter_tokenizer().save_pretrained(own)
+    own, version = models / "student", models / "teacher"
     (own / "modeling_x.py").write_text(
         "from transformers import Qwen3Config, Qwen3ForCausalLM\n"
         "class Config(Qwen3Config):\n    model_type = 'x'\n"
@@ -407,12 +366,7 @@ def test_a_version_of_a_model_with_code_of_its_own_brings_weights_alone(tmp_path
     auto_map = {"AutoConfig": "modeling_x.Config", "AutoModelForCausalLM": "modeling_x.Model"}
     settings = json.loads((own / "config.json").read_text()) | {"model_type": "x", "auto_map": auto_map}
     (own / "config.json").write_text(json.dumps(settings))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.01
-    model.save_pretrained(version)
-    source = ModelSource(path=str(own), trust_remote_code=True)
-    loaded = load_model(source, version, "cpu")
+    loaded = load_model(ModelSource(path=str(own), trust_remote_code=True), version, "cpu")
     assert type(loaded).__module__.endswith("modeling_x")
-    for name, parameter in model.named_parameters():
+    for name, parameter in model_of(version).named_parameters():
         assert torch.equal(parameter, loaded.get_parameter(name)), name

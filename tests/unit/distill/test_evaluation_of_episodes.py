@@ -15,7 +15,6 @@ from in_memory import MemoryReplica
 from distill.config.loading import validate
 from distill.controller import Controller
 from distill.evaluation.generation import GONE_SECONDS
-from distill.events import Stalled
 from distill.tasks.sort_letters import letter_tokenizer
 from sync.base.errors import DataError, RemoteError
 from sync.wire import Generated
@@ -170,26 +169,11 @@ async def test_a_replica_that_dies_between_turns_is_lost_and_another_plays_the_r
     def die(answer: Generated) -> Generated:
         if dying.generated == 5:
             dying.die()
+            asyncio.get_running_loop().call_later(10.0, dying.revive)
         return answer
 
     dying.spoil = die
-    run = evaluator(models, environment, dying)
-
-    async def revive() -> None:
-        await asyncio.sleep(10.0)
-        assert not dying.up
-        assert not environment.games
-        dying.revive()
-
-    made, _ = await asyncio.gather(completed(run), revive())
+    made = await completed(evaluator(models, environment, dying))
     assert {one.reward for one in made["held_out"]} == {1.0}
+    assert environment.ended, "the environment is told of those under way"
     assert not environment.games
-
-
-@pytest.mark.virtual_time
-async def test_a_slow_environment_is_no_stalled_replica(models: Path) -> None:
-    run, stalled = evaluator(models, GuessEnvironment(seconds=5.0)), list[Stalled]()
-    run.pool._stall_timeout_seconds = 0.2
-    run.events.on(Stalled, stalled.append)
-    assert (await evaluated(run)).pass_rate == 1.0
-    assert stalled == []

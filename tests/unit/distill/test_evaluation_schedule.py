@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,7 +32,6 @@ from sync.base.errors import RemoteError, Unreachable
 from sync.wire import Estimate, EvalReport, SetReport, Version, pack
 
 pytestmark = pytest.mark.virtual_time
-Bench = tuple[Evaluations, Record]
 
 
 def report(step: int, kl: float, rate: float | None = None) -> EvalReport:
@@ -74,21 +72,18 @@ class Completed(Generation):
         return None
 
 
-def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> Bench:
+@asynccontextmanager
+async def running(
+    folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any
+) -> AsyncIterator[tuple[Evaluations, Record]]:
     record = begun(Store(folder, "never"), PromptStream(MemoryPrompts(), 0), Rules(1, Bound(0, 0)))
     config = make_config(evaluation={"every": every, **more}, run={"steps": 100, "folder": folder})
     sets = dict.fromkeys(["held_out", *more.get("sets", ())], HELD_OUT_SET)
     common = common_of(config, record, bad_answers=8, evaluator=evaluator, sets=sets)
     pool = ReplicaPool(common)
     generation = Completed(common, pool, Dispatcher(common, pool))
-    silent = Evaluations(common, generation, lambda *_: None, lambda _: None)
-    silent.retry_seconds = 0.005
-    return silent, record
-
-
-@asynccontextmanager
-async def running(folder: Path, evaluator: MemoryEvaluator, every: int) -> AsyncIterator[Bench]:
-    evaluations, record = bench(folder, evaluator, every)
+    evaluations = Evaluations(common, generation, lambda *_: None, lambda _: None)
+    evaluations.retry_seconds = 0.005
     task = asyncio.create_task(evaluations.run())
     yield evaluations, record
     await cancel([task])
@@ -128,46 +123,28 @@ async def test_versions_are_evaluated_every_so_many_steps_and_at_the_same_ones_a
 
 
 async def test_after_a_rollback_patience_and_sets_look_at_what_is_left_alone(tmp_path: Path) -> None:
-    """The best version is rolled back; the two after it are worse, and the second set is due again."""
-    kl = {Version(0, 4): 0.1, Version(1, 2): 0.9, Version(1, 4): 0.8}
-    evaluator = MemoryEvaluator(kl=lambda version: kl.get(version, 1.0))
+    """The best version is rolled back; the two after it are worse, and the second set is due again. What was
+    not bettered is named with its sign."""
+    kl = {Version(0, 4): -0.9, Version(1, 2): -0.1, Version(1, 4): -0.2}
+    evaluator = MemoryEvaluator(kl=lambda version: kl.get(version, 0.0))
     source = {"type": "task", "task": "sort_letters"}
     sets = {"fourth": {"source": source, "every": 4}}
-    evaluations, record = bench(tmp_path, evaluator, 2, patience=2, sets=sets)
     stops: list[str] = []
-    evaluations._stop = stops.append
-    await record.open_lineage(None, "model")
-    for step in (0, 4):
-        await evaluations.now(Version(0, step))
-    await record.open_lineage(None, "model", without=[])
-    for step in (2, 4):
-        await evaluations.now(Version(1, step))
-    assert not stops
-    assert [names[1:] for names in evaluations.generation.asked] == [["fourth"], ["fourth"], [], ["fourth"]]
-    for step in (6, 7):
-        await evaluations.now(Version(1, step))
-    record.store.close()
+    async with running(tmp_path, evaluator, 2, patience=2, sets=sets) as (evaluations, record):
+        evaluations._stop = stops.append
+        await record.open_lineage(None, "model")
+        for step in (0, 4):
+            await evaluations.now(Version(0, step))
+        await record.open_lineage(None, "model", without=[])
+        for step in (2, 4):
+            await evaluations.now(Version(1, step))
+        assert not stops
+        asked = [names[1:] for names in evaluations.generation.asked]
+        assert asked == [["fourth"], ["fourth"], [], ["fourth"]]
+        for step in (6, 7):
+            await evaluations.now(Version(1, step))
     assert [report.version for report in evaluator.best] == [Version(0, 0), Version(0, 4)]
-    assert stops == ["2 evaluations brought no better reverse_kl than 0.8 of L001-v00000004"]
-
-
-async def test_a_figure_that_was_not_bettered_keeps_its_sign(tmp_path: Path, monkeypatch) -> None:
-    evaluations, record = bench(tmp_path, MemoryEvaluator(), 1, patience=1, metric="reward")
-    completions, stops = evaluations.generation.completions, list[str]()
-
-    async def bad(version: Version, names: Sequence[str]) -> dict[str, list[Completion]]:
-        made = await completions(version, names)
-        return {
-            name: [dataclasses.replace(completion, reward=-0.5) for completion in made[name]] for name in made
-        }
-
-    monkeypatch.setattr(evaluations.generation, "completions", bad)
-    evaluations._stop = stops.append
-    await record.open_lineage(None, "model")
-    for step in (0, 1):
-        await evaluations.now(Version(0, step))
-    record.store.close()
-    assert stops == ["1 evaluations brought no better reward than -0.5 of L000-v00000000"]
+    assert stops == ["2 evaluations brought no better reverse_kl than -0.2 of L001-v00000004"]
 
 
 async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path) -> None:

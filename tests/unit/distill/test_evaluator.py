@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from ports import silent
@@ -50,7 +49,19 @@ class Folders:
         return path
 
 
-async def test_the_best_version_is_kept_with_its_figures_and_replaced_by_the_next(tmp_path: Path) -> None:
+async def test_the_best_version_is_kept_with_its_figures_and_replaced_by_the_next_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copytree, tried = shutil.copytree, list[Path]()
+
+    def full(folder: Path, target: Path) -> None:
+        tried.append(target)
+        if len(tried) == 1:
+            raise shutil.Error([(folder, target, "[Errno 28] No space left on device")])
+        copytree(folder, target)
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    monkeypatch.setattr(durable, "RETRY_SECONDS", 0.01)
     config = make_config(run={"name": "x", "folder": tmp_path})
     config.run_dir.mkdir()
     folders: Any = Folders(tmp_path)
@@ -62,27 +73,6 @@ async def test_the_best_version_is_kept_with_its_figures_and_replaced_by_the_nex
             assert not (config.run_dir / "best").exists(), "it is the model folder"
         else:
             assert (config.run_dir / "best" / "weights").read_text() == str(Version(0, step))
-
-
-async def test_the_best_version_waits_for_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copytree, tried = shutil.copytree, list[Path]()
-
-    def full(folder: Path, target: Path) -> None:
-        tried.append(target)
-        if len(tried) == 1:
-            raise shutil.Error([(folder, target, "[Errno 28] No space left on device")])
-        copytree(folder, target)
-
-    monkeypatch.setattr(shutil, "copytree", full)
-    monkeypatch.setattr(durable, "RETRY_SECONDS", 0.01)
-    config, folders = make_config(run={"name": "x", "folder": tmp_path}), Folders(tmp_path)
-    config.run_dir.mkdir()
-    await keep(config, folders, Claim(), report(Version(0, 3), 0.5))  # type: ignore[arg-type]
-    assert (config.run_dir / "best" / "weights").read_text() == str(Version(0, 3))
-
-
-async def post(client: httpx.AsyncClient, version: Version) -> httpx.Response:
-    return await client.post("/v1/evaluate", content=wire.encode(EvalRequest(version)))
 
 
 async def no_probe(request: ProbeRequest) -> ProbeReply:
@@ -98,29 +88,6 @@ async def no_best(report: EvalReport) -> wire.Ok:
 def application(evaluate: Callable[[EvalRequest], EvalReply]) -> Starlette:
     """With evaluations that take their time in a thread, as real ones."""
     return app(partial(asyncio.to_thread, evaluate), no_best, no_probe, "", Claim())
-
-
-def client_of(evaluate: Any) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(application(evaluate))
-    return httpx.AsyncClient(transport=transport, base_url="http://evaluator")
-
-
-async def test_two_evaluations_never_run_at_the_same_time() -> None:
-    running, most = 0, 0
-
-    def evaluate(request: EvalRequest) -> EvalReply:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        threads_meet.wait(0.05)
-        running -= 1
-        return replied(request)
-
-    threads_meet = threading.Event()
-    async with client_of(evaluate) as client:
-        answers = await asyncio.gather(*(post(client, Version(0, step)) for step in range(3)))
-    assert [answer.status_code for answer in answers] == [200, 200, 200]
-    assert most == 1
 
 
 async def test_an_evaluation_is_requested_once_however_long_it_takes() -> None:
@@ -173,20 +140,25 @@ async def test_what_the_evaluator_cannot_do_is_refused_at_once_with_the_reason()
         assert (await evaluator.probe(ProbeRequest(student=[], teachers={}), 600)).teachers == {}
 
 
-async def test_an_evaluation_that_is_asked_for_again_is_not_made_again() -> None:
+async def test_evaluations_are_made_one_at_a_time_and_one_that_is_asked_for_again_is_not_made_again() -> None:
     """Unless it is of other completions."""
-    made: list[Version] = []
+    made, ended = list[Version](), list[Version]()
 
     def evaluate(request: EvalRequest) -> EvalReply:
+        assert made == ended
         made.append(request.version)
+        threading.Event().wait(0.05)
+        ended.append(request.version)
         return replied(request)
 
-    async with client_of(evaluate) as client:
-        first, again = await asyncio.gather(*(post(client, Version(0, 3)) for _ in range(2)))
-        assert first.content == again.content
+    async with at_url(application(evaluate)) as url, HttpEvaluator(url) as evaluator:
+        first, again = await asyncio.gather(
+            *(evaluator.evaluate(EvalRequest(Version(0, 3))) for _ in range(2))
+        )
+        assert first == again
         assert made == [Version(0, 3)]
         tokens = wire.OwnTokens(wire.pack(np.array([5, 6, 7], "i4")), [(1, 3)])
-        other = EvalRequest(version=Version(0, 3), teachers={"t": [tokens]})
-        answer = await client.post("/v1/evaluate", content=wire.encode(other))
-        assert wire.decode(answer.content, EvalReply).teachers == {"t": Divergence(True, [1.0])}
-    assert made == [Version(0, 3)] * 2
+        others = EvalRequest(Version(0, 3), teachers={"t": [tokens]}), EvalRequest(Version(0, 2))
+        reply, _ = await asyncio.gather(*map(evaluator.evaluate, others))
+    assert reply.teachers == {"t": Divergence(True, [1.0])}
+    assert len(made) == 3

@@ -96,26 +96,40 @@ def built(controller: Any, config: Any, guard: dict[str, Any], hooks: Hooks) -> 
     return made, MemoryTrainer(made.session, checkpoint_every=2, metrics=diverging(7, 8))
 
 
-async def test_a_rollback_trains_again_without_rollouts_of_bad_steps(controller, config, tmp_path) -> None:
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_rollback_trains_again_without_rollouts_of_bad_steps(
+    controller, config, tmp_path, restarted: bool
+) -> None:
+    """Also where the controller that decided it ends then; a restart does not allow another one."""
     back: list[Version | None] = []
     alerts: list[tuple[str, str]] = []
-    guard = {"max_reverse_kl": 1.0, "patience": 2, "action": "rollback"}
+    guard = {"max_reverse_kl": 1.0, "patience": 2, "action": "rollback", "max_rollbacks": 1}
     hooks = Hooks(set_back=back.append, alert=lambda *alert: alerts.append(alert))
     made, trainer = built(controller, config, guard, hooks)
     running = asyncio.create_task(made.run())
     async with asyncio.timeout(120):
         with pytest.raises(RemoteError, match="this one must leave"):
             await trainer.run()
-        assert back == [Version(0, 4)]
         ((title, text),) = alerts
         assert (title, text.endswith("bad steps since 7: back to L000-v00000004")) == ("rolled back", True)
         bad = {i for step in (7, 8) for i in trainer.ledger[0][step]}
+        if restarted:
+            await cancel([running])
+            made, _ = built(controller, config, guard, hooks)
+            trainer.session, trainer.metrics = made.session, diverging(7, 8)
+            running = asyncio.create_task(made.run())
+        assert back == [Version(0, 4)] * (1 + restarted)
         with pytest.raises(RemoteError, match="was rolled back to L000-v00000004"):
             await trainer.run()
         trainer.checkpoint = back[0]
-        await trainer.run()
+        training = asyncio.create_task(trainer.run())
+        if restarted:
+            await until(lambda: made.dispatcher.paused)
+            made.request_stop("enough")
+        await training
         summary = await running
-    assert summary["completed"]
+    assert len(back) == 1 + restarted
+    assert summary["completed"] is not restarted
     assert trainer.welcomes[-1].version == Version(1, 4)
     again = {i for ids in trainer.ledger[1].values() for i in ids}
     assert not again & bad
@@ -124,33 +138,6 @@ async def test_a_rollback_trains_again_without_rollouts_of_bad_steps(controller,
     assert report.dropped["rolled_back"] >= len(bad)
     resumed = controller(config(run={"steps": 12}))
     assert resumed.record.state.counters.dropped == made.record.state.counters.dropped
-
-
-async def test_a_rollback_outlives_the_controller_that_decided_it(controller: Any, config: Any) -> None:
-    guard = {"max_reverse_kl": 1.0, "patience": 2, "action": "rollback", "max_rollbacks": 1}
-    made, trainer = built(controller, config, guard, Hooks(set_back=lambda _: None))
-    running = asyncio.create_task(made.run())
-    async with asyncio.timeout(120):
-        with pytest.raises(RemoteError, match="this one must leave"):
-            await trainer.run()
-        bad = {i for step in (7, 8) for i in trainer.ledger[0][step]}
-        await cancel([running])
-
-        back: list[Version | None] = []
-        settings = config(run={"steps": 12}, guard=guard, trainer={"keep_checkpoints": 3})
-        second = controller(settings, Hooks(set_back=back.append))
-        assert back == [Version(0, 4)], "the trainer that comes next must still begin there"
-        trainer.session, trainer.metrics = second.session, diverging(5, 6)
-        running = asyncio.create_task(second.run())
-        with pytest.raises(RemoteError, match="was rolled back to L000-v00000004"):
-            await trainer.run()
-        trainer.checkpoint = back[0]
-        training = asyncio.create_task(trainer.run())
-        await until(lambda: second.dispatcher.paused)
-        assert back == [Version(0, 4)], "the one rollback of this run was used up before the restart"
-        second.request_stop("enough")
-        await asyncio.gather(training, running)
-    assert not {i for ids in trainer.ledger[1].values() for i in ids} & bad
 
 
 async def test_beats_of_a_trainer_are_refused_once_it_was_sent_away_alone(controller) -> None:

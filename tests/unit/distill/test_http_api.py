@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer, rows_in, weights_of
+from in_memory import MemoryReplica, MemoryTeacher, rows_in, weights_of
 from ports import refusing
 from served_app import at_url, replica_app
 from starlette.requests import Request
@@ -23,11 +23,10 @@ from distill.aio import cancel
 from distill.cli.main import app
 from distill.controller import Controller
 from distill.interfaces import Hooks
-from distill.rollout.replica_client import Answer, HttpReplica
+from distill.rollout.replica_client import HttpReplica
 from distill.trainer_api.http_api import listen, while_serving
 from student_trainer.controller_client import ControllerClient
 from sync import wire
-from sync.base.address import Address
 from sync.base.errors import ConfigError, RemoteError, Unreachable
 from sync.wire import BatchRequest, Head, Servers, TeacherServers, TrainBatch, TrainerWelcome, Version
 from sync.wire.client import BlockingPeer
@@ -232,48 +231,10 @@ async def test_a_request_that_is_cut_off_by_the_end_is_told_so() -> None:
 # --- replicas ---------------------------------------------------------------------------------------------
 
 
-async def test_replicas_join_and_leave_a_run_that_goes_on(controller, config) -> None:
-    made: dict[str, MemoryReplica] = {}
-
-    def connect(address: Address) -> MemoryReplica:
-        made[str(address)] = MemoryReplica(seed=1, url=str(address), token_seconds=0.001)
-        return made[str(address)]
-
-    first = MemoryReplica(token_seconds=0.001)
-    run = controller(config(run={"steps": 1000}), token=TOKEN, connect=connect, replicas={"student-0": first})
-    task, trainer = asyncio.create_task(run.run()), MemoryTrainer(run.session, step_seconds=0.002)
-    training, client = asyncio.create_task(trainer.run()), Remote(run)
-    async with asyncio.timeout(120):
-        await trainer.reached(3)
-        lease = await client.call(
-            "/v1/servers", wire.ServerRegisters(run=None, url="http://b:1/"), wire.ServerLease
-        )
-        assert lease == wire.ServerLease(name="student-1", seconds=0)
-        joined = (await client.call("/v1/servers", None, Servers)).servers
-        assert {one.name: one.url for one in joined} == {"student-0": "memory", "student-1": "http://b:1"}
-        while made["http://b:1"].generated < 20:
-            await trainer.stepped.wait()
-        assert made["http://b:1"].updates[0].step >= 3  # the newest version before the first prompt
-        left = await client.call("/v1/servers/leave", wire.ServerLeaves(name="student-0"), Servers)
-        assert [one.name for one in left.servers] == ["student-1"]
-        written, reached = first.generated, len(trainer.batches)
-        await trainer.reached(reached + 5)
-        assert first.generated <= written + 1
-        listed = await client.call("/v1/servers", None, Servers)
-        assert [(one.phase, one.version is not None) for one in listed.servers] == [("serving", True)]
-        run.request_stop("enough")
-        await training
-        summary = await task
-    assert len(trainer.trained) == len({*trainer.trained})
-    assert summary["weights_identical_by_replica"] == {"student-1": True}
-
-
 @pytest.mark.parametrize(
     ("url", "name", "message"),
     [
         ("b:1", None, "'b:1' cannot register: it is not a server's URL: write http://"),
-        ("http://b:80a0", None, "'http://b:80a0' cannot register: it is not a server's"),
-        ("http://", None, "'http:' cannot register: it is not a server's URL"),
         ("http://a:1/", None, "replica student-7 is a member already: remove it first"),
         ("http://c:1", "student-7", "replica student-7 is a member already"),
         ("http://c:1", "zz", "no server 'zz' is expected to register"),
@@ -293,8 +254,10 @@ async def test_a_replica_that_cannot_join_or_leave_is_named(controller, url, nam
 
 
 async def test_the_command_lists_adds_and_removes(controller, monkeypatch) -> None:
+    """What the removed one was generating is requeued."""
     monkeypatch.setenv("DISTILL_TOKEN", TOKEN)
-    run = controller(token=TOKEN, connect=lambda there: MemoryReplica(url=str(there)))
+    endless = MemoryReplica(token_seconds=1e6)
+    run = controller(token=TOKEN, connect=lambda to: MemoryReplica(url=str(to)), replicas={"r0": endless})
 
     async def command(*words: str) -> str:
         arguments = ["servers", *words, "--controller", run.url]
@@ -305,7 +268,9 @@ async def test_the_command_lists_adds_and_removes(controller, monkeypatch) -> No
     async with running(run):
         assert "r0 " in await command("ls")
         assert "student-9" in await command("add", "http://b:1", "--name", "student-9")
+        await asyncio.to_thread(until, lambda: endless.served)
         output = await command("remove", "r0")
+        await asyncio.to_thread(until, lambda: run.record.state.counters.requeued["replica_lost"], 60.0)
     assert "student-9" in output
     assert "r0 " not in output
 
@@ -344,19 +309,12 @@ PROMPTS = [wire.GeneratePrompt(f"p{i}", [1, 2]) for i in range(3)]
 REQUEST = wire.GenerateRequest(sampling=wire.Sampling(max_tokens=8), prompts=PROMPTS)
 
 
-async def collect(client: HttpReplica, into: list[Answer]) -> None:
-    async for answer in client.generate(REQUEST):
-        into.append(answer)
-
-
 async def test_completions_updates_and_digests_come_over_http() -> None:
     engine = MemoryReplica(spoil=lambda a: wire.GenerateFailed(id=a.id, error="no") if a.id == "p1" else a)
     async with at_url(replica_app(engine)) as url, HttpReplica(url) as client:
         assert await client.alive()
-        answers: list[Answer] = []
-        await collect(client, answers)
-        kinds = {"p0": wire.Generated, "p1": wire.GenerateFailed, "p2": wire.Generated}
-        assert {answer.id: type(answer) for answer in answers} == kinds
+        answers = {answer.id: type(answer) async for answer in client.generate(REQUEST)}
+        assert answers == {"p0": wire.Generated, "p1": wire.GenerateFailed, "p2": wire.Generated}
 
         reply = await client.update(wire.UpdateRequest(version=Version(0, 4)), 5.0)
         assert reply.version == (await client.state()).version == Version(0, 4)
@@ -365,26 +323,12 @@ async def test_completions_updates_and_digests_come_over_http() -> None:
             await client.update(wire.UpdateRequest(version=Version(0, 13)), 5.0)
 
 
-async def test_a_stream_that_breaks_keeps_what_came_before() -> None:
-    async with at_url(replica_app(MemoryReplica(), cut=2)) as url, HttpReplica(url) as client:
-        answers: list[Answer] = []
-        with pytest.raises(Unreachable, match="in the middle of a frame"):
-            await collect(client, answers)
-        assert len(answers) == 2
-
-
-async def test_nobody_there_is_not_alive() -> None:
-    with refusing() as url:
-        async with HttpReplica(url) as client:
-            assert not await client.alive()
-            with pytest.raises(Unreachable):
-                await collect(client, [])
-
-
-async def test_membership_of_a_broadcast_is_not_requested_twice() -> None:
+async def test_of_a_replica_that_is_gone_neither_completions_nor_a_broadcast_are_requested_twice() -> None:
     """A snapshot may be asked for until its time is over; here that would be an hour."""
     ticket = wire.BroadcastTicket("127.0.0.1:1", "group", 1, 2)
     with refusing() as url:
         async with HttpReplica(url) as client:
+            with pytest.raises(Unreachable, match="ClientConnectorError"):
+                await anext(client.generate(REQUEST))
             with pytest.raises(Unreachable, match="ClientConnectorError"):
                 await client.update(wire.UpdateRequest(version=Version(0, 1), broadcast=ticket), 3600.0)

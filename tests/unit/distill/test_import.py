@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from audited import check
-from in_memory import MemoryPrompts, MemoryTrainer
+from in_memory import MemoryPrompts
 from random_history import KINDS, opened
-from recorded import rows_of
-from started import to_the_end
 
+from distill.batching.packing import Shape, pack_batch
+from distill.buffer import Bound, Rules
 from distill.prompts.stream import PromptStream
 from distill.record.audit import audit
 from distill.record.journal import JOURNAL, import_journal
@@ -29,12 +28,6 @@ from sync.base.errors import DataError
 from sync.wire import Version
 
 JOURNALS = Path(__file__).with_name("journals.tar.xz")
-LATE = {"late": {"type": "freshness", "hard_limit": 4, "half_life": 1.5}}
-TRAINED = """
-    SELECT step.lineage, step.step, rollout FROM step JOIN chain ON chain.lineage = step.lineage
-        AND step.step > chain.first AND step.step <= chain.past
-    JOIN member ON member.lineage = chain.owner AND member.step = step.step - 1
-    ORDER BY 1, 2, place"""
 RUNS = {"plain11": "plain", "freshness4": "freshness", "groups4": "groups", "both2": "both"}
 
 
@@ -82,53 +75,26 @@ def on_record(run: Path, rules: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", RUNS)
 async def test_a_run_with_a_journal_goes_on_as_it_would_have(folder: Path, name: str) -> None:
+    """Its batches are handed out again, and what is buffered in a new one."""
     run, expected = folder / name, expected_of(folder / name)
     with pytest.raises(DataError, match=r"holds a journal and no run\.db: leave --dry-run out"):
         resume(run, Start("r", 0, KINDS[RUNS[name]], PromptStream(MemoryPrompts(), seed=0)))
-    await import_journal(run, KINDS[RUNS[name]], expected.pop("keep"))
+    await import_journal(run, Rules(1, Bound(0, 0)), expected.pop("keep"))  # those on record count
     assert on_record(run, RUNS[name]) == expected
     damage = {"record_damaged", "lost", "issued_twice", "wrong_weight", "impossible_version"}
     assert not damage & audit(run).violations.keys()
     record = opened(run, KINDS[RUNS[name]])
     await record.open_lineage(record.state.checkpoints[-1], "model")
+    await record.form_batch()
+    for batch in [*record.state.batches.values()]:
+        batch.rollouts = record.rollouts(batch)
+        pack_batch(batch, 1, Shape(64, ["t"]), lambda version: version.step)
     record.issue(2)
     await record.store.commit()
     record.store.close()
     (run / RECORD).rename(run / "kept")
     await import_journal(run, KINDS[RUNS[name]], 1)  # the journal is still there
     assert on_record(run, RUNS[name])["counters"] == expected["counters"]
-
-
-@pytest.mark.virtual_time
-@pytest.mark.parametrize(("name", "late"), [("plain11", {}), ("freshness4", LATE)])
-async def test_a_controller_goes_on_with_an_imported_run_and_its_audit_is_clean(
-    folder: Path, controller: Any, config: Any, name: str, late: dict[str, Any]
-) -> None:
-    """The trainer's own record of earlier steps is not kept with the journals: batches on record stand for
-    it."""
-    run, rules = folder / name, KINDS[RUNS[name]]
-    await import_journal(run, rules, 1)
-    prompts = PromptStream(MemoryPrompts(), seed=0)
-    told = resume(run, Start("r", 0, rules, prompts))
-    checkpoint, reached = told.state.checkpoints[-1], told.state.reached
-    before = rows_of(run, TRAINED)
-    sections = {"run": {"name": "r", "steps": reached.step + 4}, "rollout": {"batch": rules.batch}}
-    settings = config(buffer={"max_staleness": rules.bound.limit, **late}, **sections)
-    goes_on = controller(settings, store=Store(run, "never"), prompts=prompts)
-    assert prompts.cursor == told.state.cursor
-    assert [*goes_on.record.state.pending] == [*told.state.pending]
-    assert [*goes_on.record.state.buffer] == [*told.state.buffer]
-    trainer = MemoryTrainer(goes_on.session, checkpoint=checkpoint, checkpoint_every=2)
-    summary = await to_the_end(goes_on, trainer)
-    assert (summary["steps"], summary["completed"]) == (reached.step + 4, True)
-    (lineage,) = trainer.ledger
-    assert lineage == len(told.state.lineages)
-    ledger = {number: dict[int, list[str]]() for number in range(lineage)} | trainer.ledger
-    for number, step, rollout in before:
-        ledger[number].setdefault(step, []).append(rollout)
-    report = check(run, ledger)
-    assert report.ok, report
-    assert report.prompts == summary["rollout"]["issued"] > told.state.counters.issued
 
 
 async def test_what_a_crash_tore_is_left_out_and_damage_is_named(folder: Path) -> None:

@@ -18,14 +18,11 @@ from sync.wire import Version
 GROUPED = {"type": "sampled", "task": {"baseline": "group"}}
 
 
-def test_by_default_the_limit_is_the_bound_and_nothing_is_grouped() -> None:
+def test_the_limit_is_the_bound_unless_freshness_moves_it_and_nothing_is_grouped() -> None:
     assert rules(make_config()) == Rules(8, Bound(2, 2), group=1, max_attempts=5)
     assert rules(make_config(buffer={"late": {"type": "wait", "seconds": 3}})).bound == Bound(2, 2)
     assert rules(make_config(weights={"publish_every": 3})).bound == Bound(2, 2), "as far behind as may be"
     assert rules(make_config(rollout={"max_attempts": 2})).max_attempts == 2
-
-
-def test_freshness_moves_the_bound_to_the_hard_limit() -> None:
     late = {"type": "freshness", "hard_limit": 6, "half_life": 2}
     assert rules(make_config(buffer={"late": late})).bound == Bound(2, 6, 2.0)
 

@@ -30,18 +30,12 @@ ROWS = '{type="jsonl", path="x"}'
         ("teachers.t.engin=3", "teachers.t.engin: did you mean 'engine'?"),
         ("prompts.tsk=3", "prompts.tsk: did you mean 'task'?"),
         ('objective={type="topk",kk=3}', "objective.kk: did you mean 'k'?"),
-        ('weights.store={type="xet",pth=3}', "weights.store.pth: did you mean"),
         ("evaluation.placement.prt=3", "evaluation.placement.prt: did you mean"),
         (
             'prompts={type="mixture",task="x",parts={a={type="jsonl",path="x",prompt_field="y"}}}',
             "prompts.parts.a.prompt_field: did you mean 'field'?",
         ),
         ("objective.kk=3", "objective.kk: known of type 'auto' are coefficient,"),
-        ("trainer.lora.rnk=3", "trainer.lora.rnk: did you mean 'rank'?"),
-        (
-            f"evaluation.sets.a={{source={ROWS}, tempreture=1}}",
-            "evaluation.sets.a.tempreture: did you mean 'temperature'?",
-        ),
         (f"evaluation.sets.a.source={ROWS[:-1]}, fild=1}}", "evaluation.sets.a.source.fild: did you mean"),
         ("buffer.zzzz=1", "buffer.zzzz: known here are depth, fsync, late, max_staleness, score_batch, "),
     ],
@@ -55,13 +49,10 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one_or_all(override: str
     ("override", "expected"),
     [
         ("run.steps=many", "run.steps = 'many': input should be a valid integer"),
-        ("rollout.batch=0", "rollout.batch = 0: input should be greater than or equal to 1"),
         ("teachers.t.engine=x", "teachers.t.engine = 'x': input should be 'transformers' or 'vllm'"),
         ("teachers.t.engine_url=h:1", "teachers.t.engine_url = 'h:1': not a server's URL: write http://host"),
         ("controller.url=h:1", "controller.url = 'h:1': not a server's URL: write http://host:port"),
-        ("student.devices=3", "student.devices = 3: input should be a valid list"),
         ('objective.type=["topk"]', "objective = {'type': ['topk']}: input tag '['topk']' found"),
-        ('weights.store.type=["xet"]', "weights.store = {'type': ['xet']}: input tag '['xet']' found"),
         ('student.engine_args={tensor-parallel-size="two"}', "GPUs are counted with it: write a whole"),
         ("student.engine_args={pipeline-parallel-size=0}", "pipeline-parallel-size = 0: GPUs are counted"),
         ("teachers.t.engine_args={tensor_parallel_size=2.0}", "size = 2.0: GPUs are counted with it: write"),
@@ -72,7 +63,6 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one_or_all(override: str
         ),
         ("student.engine_args={gpu-memory-utilization=1.5}", "1.5: memory is computed with it: write a"),
         ("trainer.lr=inf", "trainer.lr = inf: input should be a finite number"),
-        ("objective.coefficient=nan", "objective.coefficient = nan: input should be"),
         (
             'prompts={type="jsonl",path="p",chat_template_kwargs={enable_thinking="False"}}',
             "enable_thinking = 'False': every text is true to a template: write false",
@@ -109,18 +99,6 @@ def test_an_override_is_toml_and_else_a_string() -> None:
     assert parse_override('a."b.c"=1e-3') == {"a": {"b.c": 1e-3}}
     assert parse_override("a=x=y") == {"a": "x=y"}
     assert parse_override('a.b="True"') == {"a": {"b": "True"}}
-
-
-@pytest.mark.parametrize("key", ["optimizer.params.eps", '"optimizer.params.eps"'])
-def test_an_override_of_one_field_of_deepspeeds_leaves_the_others(key: str) -> None:
-    from student_trainer.deepspeed_json import deepspeed_config
-
-    path = Path(__file__).parents[3] / "configs/deepspeed/zero3_cpu.json"
-    plain = merge(LEAST, {"trainer": {"deepspeed": str(path)}})
-    raw = merge(plain, parse_override(f"trainer.overrides.{key}=0.5"))
-    found, expected = (deepspeed_config(validate(one, "x").trainer) for one in (raw, plain))
-    expected["optimizer"]["params"]["eps"] = 0.5
-    assert found == expected
 
 
 RULE = "TOML writes true and false, and has no value for none"

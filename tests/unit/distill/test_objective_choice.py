@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sized_models import dense
 from small_config import make_config
 
 from distill.config import RunConfig
@@ -24,17 +25,9 @@ def limit(monkeypatch: pytest.MonkeyPatch, engine: str, can: tuple[str, ...]) ->
     monkeypatch.setitem(objective.ENGINES, engine, objective.ENGINES[engine]._replace(can=can))
 
 
-def model_config(folder: Path) -> str:
-    """A folder that holds a model's config.json alone."""
-    from transformers import Qwen3Config
-
-    Qwen3Config(hidden_size=WIDTH, num_attention_heads=4, dtype="bfloat16").save_pretrained(folder / "qwen3")
-    return str(folder / "qwen3")
-
-
 def unnamed(tmp_path: Path, batch: int = 256, **sections: Any) -> RunConfig:
     """A run whose objective has no type; one that names another has it."""
-    path = model_config(tmp_path)
+    path = dense(tmp_path / "model", hidden_size=WIDTH)
     given = {"student": {"path": path}, "teachers": {"t": {"path": path}}, **sections}
     base = make_config(rollout={"batch": batch, "max_tokens": 4096}, **given)
     chosen = RunConfig.model_validate(base.model_dump() | {"objective": sections.get("objective", {})})
@@ -57,7 +50,7 @@ def test_a_teacher_with_another_tokenizer_makes_topk_the_default_through_the_con
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     """64 ids come with the 33 bytes of the tokens that its tokenizer parts."""
-    teachers = {"t": {"path": model_config(tmp_path), "tokenizer": "own"}}
+    teachers = {"t": {"path": dense(tmp_path / "model", hidden_size=WIDTH), "tokenizer": "own"}}
     asked = unnamed(tmp_path, teachers=teachers).model_copy(update={"objective": Auto()})
     config, lines = objective.resolve(asked)
     assert config.objective == TopK()
@@ -75,7 +68,7 @@ def test_a_teacher_with_another_tokenizer_makes_topk_the_default_through_the_con
     "teacher", [{"engine": "vllm"}, {"follow_student_every": 2}], ids=lambda teacher: next(iter(teacher))
 )
 def test_a_teacher_without_hidden_states_makes_topk_the_default(tmp_path, monkeypatch, teacher: Any) -> None:
-    path = model_config(tmp_path)
+    path = dense(tmp_path / "model", hidden_size=WIDTH)
     limit(monkeypatch, "vllm", ("topk", "generate"))
     config, lines = objective.resolve(unnamed(tmp_path, teachers={"t": {"path": path, **teacher}}))
     assert config.objective == TopK(forward=1.0, ends=4.0)
@@ -109,7 +102,7 @@ def test_a_default_that_depends_on_an_unreadable_model_is_refused_with_the_key_t
 
 
 def test_every_role_alone_resolves_the_same_objective(tmp_path: Path, monkeypatch: Any) -> None:
-    teacher = shutil.copytree(model_config(tmp_path), tmp_path / "teacher")
+    teacher = shutil.copytree(dense(tmp_path / "model", hidden_size=WIDTH), tmp_path / "teacher")
     config = unnamed(tmp_path, run={"folder": str(tmp_path)}, teachers={"t": {"path": str(teacher)}})
     assert single_role.prepare_train(config).objective == Full(forward=1.0, ends=4.0)
 
@@ -164,7 +157,7 @@ def test_more_ids_than_an_engine_chooses_are_refused_before_it_is_loaded(objecti
 
 
 def test_a_head_counts_in_the_precision_that_it_is_sent_in(tmp_path: Path) -> None:
-    teacher, vocab = {"path": model_config(tmp_path)}, 2_100_000
+    teacher, vocab = {"path": dense(tmp_path / "model", hidden_size=WIDTH)}, 2_100_000
     for dtype, heads in {"bfloat16": 0, "float16": 1, "float32": 1}.items():
         config = unnamed(tmp_path, objective={"type": "full"}, teachers={"t": teacher | {"dtype": dtype}})
         assert len([*objective.too_large(config, vocab)]) == heads, "2,100,000 x 512 x 4 bytes pass 4 GiB"

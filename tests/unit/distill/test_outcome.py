@@ -179,9 +179,8 @@ def test_a_card_or_page_that_cannot_be_written_is_said_and_no_more(tmp_path: Pat
     assert len(said) == 3, "a run that was stopped has no model to describe"
 
 
-@pytest.mark.parametrize("name", ["", "."])
-def test_figures_are_asked_for_in_a_file(tmp_path, capsys, name: str) -> None:
-    assert left("audit", str(tmp_path), "--json", name) == 2
+def test_figures_are_asked_for_in_a_file(tmp_path, capsys) -> None:
+    assert left("audit", str(tmp_path), "--json", "") == 2
     assert "--json '.' is a folder: name a file" in capsys.readouterr().err
 
 
