@@ -69,14 +69,15 @@ class Replica(MemoryReplica):
         self.random = torch.Generator().manual_seed(3)
 
     async def _complete(self, prompt: wire.GeneratePrompt, request: GenerateRequest) -> wire.Generated:
-        ids: list[int] = []
+        ids, logprob = list[int](), list[float]()
         while len(ids) < request.sampling.max_tokens and EOS not in ids:
             logp_V = log_probs(self.model, [*prompt.token_ids, *ids])[-1]
             ids.append(int(torch.multinomial(logp_V.exp(), 1, generator=self.random)))
+            logprob.append(float(logp_V[ids[-1]]))
         return wire.Generated(
             id=prompt.id,
             token_ids=pack(np.array(ids, "i4")),
-            logprob=pack(np.full(len(ids), -1.0, "f4")),
+            logprob=pack(np.array(logprob, "f4")),
             spans=[wire.VersionSpan(self.version or Version(0, 0), 0, len(ids))],
             finish_reason="stop" if ids[-1] == EOS else "length",
         )

@@ -1,4 +1,4 @@
-"""Every probe passes a sound teacher and catches the set-up it is there for; teachers are in memory.
+"""Every probe catches the set-up it is there for; teachers are in memory.
 
 The teacher is a function of the whole prefix, so that what a model would do (a token alters all later scores)
 holds. Broken ones are made from it by changing what comes in or what goes out.
@@ -17,15 +17,7 @@ import torch
 from distill.evaluation.probes import objective_figures
 from distill.preflight_checks import probes
 from distill.preflight_checks.probes import Finding, Score
-from student_trainer.objectives.config import (
-    JSD,
-    ForwardTopK,
-    Full,
-    ObjectiveConfig,
-    Sampled,
-    SkewReverse,
-    TopK,
-)
+from student_trainer.objectives.config import Full, Sampled, TopK
 from student_trainer.objectives.divergences import build
 from sync.wire import Scored, ScoreRefused, ScoreSequence, TeacherInfo, pack, unpack
 
@@ -94,20 +86,7 @@ def caught(finding: Finding, says: str) -> None:
     assert finding.line.startswith("FAILED ")
 
 
-# --- a sound teacher ----------------------------------------------------------------------------------------
-
-
-async def test_a_sound_teacher_passes_every_probe() -> None:
-    score, longest = teacher(), probes.longest_sequence(PROMPTS, 5, T)
-    findings = [
-        await probes.not_shifted(score, SEQUENCES[0], V, 0.0),
-        await probes.not_truncated(score, longest, V),
-    ]
-    repeats, noise = await probes.repeatable(score, SEQUENCES, 1e-3)
-    scored = await probes.scores(score, SEQUENCES)
-    findings += [repeats, probes.equals_plain(scored, scored, 1e-3)]
-    assert [finding.line for finding in findings if finding.problem] == []
-    assert noise == 0.0
+# --- requests -----------------------------------------------------------------------------------------------
 
 
 def test_probe_sequences_are_prompts_that_go_on_with_other_prompts() -> None:
@@ -162,18 +141,13 @@ async def test_answers_of_a_batch_that_are_not_those_of_each_sequence_alone_are_
     caught(finding, "[7, 7, 7, 7] scores for [8, 8, 8, 8] tokens")
 
 
-SWAPPED = np.arange(V)
-SWAPPED[[4, 9]] = [9, 4]
-
-
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
         (teacher(lambda ids: whole_prefix(ids, 0.6)), "another temperature"),
-        (teacher(lambda ids: whole_prefix(SWAPPED[ids])[:, SWAPPED]), "another order of the vocabulary"),
         (changed(lambda scores: scores * np.nan), "mean difference nan"),
     ],
-    ids=["another temperature", "another order of the vocabulary", "not a number"],
+    ids=["another temperature", "not a number"],
 )
 async def test_scores_that_are_not_those_of_a_plain_pass_are_caught(wrong: Score, says: str) -> None:
     plain = await probes.scores(teacher(), SEQUENCES)
@@ -199,10 +173,9 @@ def test_another_vocabulary_is_caught_and_other_merges_are_said() -> None:
     assert finding.figure == "merges differs (vocabulary, merges)"
 
 
-@pytest.mark.parametrize("ours", ["e" * 32, None])
-def test_another_chat_template_is_caught_where_prompts_use_it(ours: str | None) -> None:
-    caught(probes.same_template(ours, info(), needed=True), "another chat format")
-    assert probes.same_template(ours, info(), needed=False).problem is None
+def test_another_chat_template_is_caught_where_prompts_use_it() -> None:
+    caught(probes.same_template(None, info(), needed=True), "another chat format")
+    assert probes.same_template(None, info(), needed=False).problem is None
     assert probes.same_template("d" * 32, info(), needed=True).problem is None
 
 
@@ -211,11 +184,10 @@ def test_another_chat_template_is_caught_where_prompts_use_it(ours: str | None) 
 TOKENS = torch.arange(12) % V
 STUDENT = torch.from_numpy(ARROWS[:12]).float().log_softmax(1)
 TEACHER = torch.from_numpy(ARROWS[12:24]).float().log_softmax(1)
-OBJECTIVES: list[ObjectiveConfig] = [Full(), Sampled(), TopK(k=5), ForwardTopK(k=5), JSD(), SkewReverse()]
 
 
-@pytest.mark.parametrize("config", OBJECTIVES, ids=lambda config: config.type)
-def test_objectives_rest_at_a_self_teacher_and_feel_a_real_one(config: ObjectiveConfig) -> None:
+@pytest.mark.parametrize("config", [Sampled(), TopK(k=5)], ids=lambda config: config.type)
+def test_objectives_rest_at_a_self_teacher_and_feel_a_real_one(config: Sampled | TopK) -> None:
     figures = objective_figures(build(config), STUDENT, TEACHER, TOKENS, getattr(config, "k", 0))
     loss, gradient, change = figures
     assert probes.self_teacher(loss, gradient).problem is None
@@ -229,19 +201,10 @@ def test_the_gradient_of_the_full_objective_is_its_closed_form() -> None:
     assert change == pytest.approx(float(wanted), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("objective", "theirs", "says"),
-    [
-        (Full(), STUDENT, "the teacher is the student itself"),
-        (Sampled(drop_rho_outside=(2.0, 5.0)), TEACHER, "drop_rho_outside contains 1"),
-    ],
-    ids=["the teacher is the student", "every fresh token is left out"],
-)
-def test_a_gradient_without_its_teacher_is_caught(
-    objective: ObjectiveConfig, theirs: torch.Tensor, says: str
-) -> None:
-    _, _, change = objective_figures(build(objective), STUDENT, theirs, TOKENS)
-    caught(probes.gradient_depends(change), says)
+def test_a_gradient_without_its_teacher_is_caught() -> None:
+    none_is_left = build(Sampled(drop_rho_outside=(2.0, 5.0)))  # of fresh tokens
+    _, _, change = objective_figures(none_is_left, STUDENT, TEACHER, TOKENS)
+    caught(probes.gradient_depends(change), "drop_rho_outside contains 1")
 
 
 def test_an_objective_that_does_not_rest_at_its_teacher_is_caught() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from disks import PAGE, fill, free, mounted, power_cut
 from in_memory import MemoryTrainer
-from random_history import PLAIN, FullDisk, History, differences, lived, opened, scored, seen
+from random_history import PLAIN, History, differences, lived, opened, seen
 from recorded import rows_of
 
 from distill.record.audit import audit
@@ -32,7 +32,6 @@ from distill.record.reader import ask
 from distill.record.store import RECORD, Store, last_at, open_read_only
 from sync.base.address import CONTROLLER_FILE, TOKEN_FILE
 from sync.base.errors import ConfigError, DataError
-from sync.wire import Version
 
 HEADER = "run.db-wal"
 FULL = 2
@@ -322,50 +321,10 @@ def test_a_blank_page_is_refused_or_changes_nothing_that_a_restart_knows(tmp_pat
     assert refused > len(pages) / 3
 
 
-async def test_arrays_that_are_damaged_are_named_when_they_are_needed(tmp_path: Path) -> None:
-    record = opened(tmp_path)
-    await record.open_lineage(None, "model")
-    for issued in record.issue(3):
-        record.admit(scored(issued, Version(0, 0)))
-    await record.store.commit()
-    record.store.close()
-    [path] = (tmp_path / "arrays").iterdir()
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 4
-    path.write_bytes(data)
-    again = opened(tmp_path)
-    await again.open_lineage(None, "model")
-    batch = await again.form_batch()
-    with pytest.raises(DataError, match=rf"{path.name} is damaged in the \d+ bytes from \d+ on"):
-        again.rollouts(batch)
-    again.store.close()
-
-
 # --- disks ------------------------------------------------------------------------------------------------
 
 
-async def test_a_full_disk_of_arrays_pauses_and_nothing_is_torn(tmp_path, caplog) -> None:
-    disk = FullDisk(150)
-    record = opened(tmp_path, store=Store(tmp_path, "batch", retry_seconds=0.005, write=disk))
-    record.issue(3)
-    await record.store.commit()
-    record.issue(20)
-    commit = asyncio.create_task(record.store.commit())
-    await asyncio.sleep(0.1)
-    assert not commit.done()
-    assert rows_of(tmp_path, COUNT) in ([0], [3])
-    record.issue(1)
-    disk.room = 1 << 20
-    await commit
-    await record.store.commit()
-    before = seen(record.state)
-    record.store.close()
-    assert not differences(before, loaded(tmp_path)[1])
-    assert caplog.text.count("disk full") == 1
-    assert "has space again" in caplog.text
-
-
-async def test_a_disk_that_is_really_full_pauses_rows_and_freeing(tmp_path: Path) -> None:
+async def test_a_full_disk_pauses_the_record_and_nothing_is_torn(tmp_path: Path, caplog) -> None:
     with mounted(tmp_path / "disk", 600) as disk:
         record = opened(disk, store=Store(disk, "batch", 8000, retry_seconds=0.005))
         record.issue(5)
@@ -381,6 +340,8 @@ async def test_a_disk_that_is_really_full_pauses_rows_and_freeing(tmp_path: Path
         before = seen(record.state)
         record.store.close()
         assert not differences(before, loaded(disk)[1])
+    assert caplog.text.count("disk full") == 1
+    assert "has space again" in caplog.text
 
 
 async def test_another_error_of_the_disk_is_raised(tmp_path: Path) -> None:

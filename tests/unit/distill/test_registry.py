@@ -320,6 +320,10 @@ async def test_the_only_machine_of_a_trainer_may_be_silent_beyond_its_lease(cont
     assert (await run.registry.register(machine(0, "a"))).gang == ["http://10.0.0.0:1000"]
     with pytest.raises(Overloaded, match=r"trainer-0 is at http://10\.0\.0\.0:1000"):
         await run.registry.register(machine(0, "b"))
+    for _ in range(4):
+        await renewed(run, clock, "a")
+    with pytest.raises(Replaced, match="renews it: give this one another --node, or end that one"):
+        await run.registry.register(machine(0, "b"))
     await run.registry.leave(ServerLeaves(name="trainer-0", boot="a"))
     assert (await run.registry.register(machine(0, "b"))).gang == ["http://10.0.0.0:1000"]
 
@@ -424,54 +428,46 @@ async def test_announcers_register_renew_and_take_their_servers_with_them(
     run = controller(expected={"teacher-t": address})
     serve(run)
     holder = run.registry._holders["teacher-t"]
-    first, second, third = (free_port() for _ in range(3))
+    first, second = free_port(), free_port()
 
     one = start(ANNOUNCER, first)
     await until(lambda: address.url == f"http://127.0.0.1:{first}")
     lease = holder.expires
     await until(lambda: lease < holder.expires < math.inf)  # it renews
 
-    two = start(ANNOUNCER, second)
-    assert await asyncio.to_thread(two.wait, 600) == EXIT_REFUSED
-    assert address.url == f"http://127.0.0.1:{first}", "one still has the name"
-
     below = family(one)
     assert len(below) == 3  # guardian, server, its child
     one.kill()
-    three = start(ANNOUNCER, third)
+    two = start(ANNOUNCER, second)
     await until(lambda: not [process for process in below if process.is_running()])
-    await until(lambda: address.url == f"http://127.0.0.1:{third}")
+    await until(lambda: address.url == f"http://127.0.0.1:{second}")
 
-    below = family(three)
+    below = family(two)
     await run.registry.leave(ServerLeaves(name="teacher-t"))  # as a person takes it out
-    assert await asyncio.to_thread(three.wait, 600) == EXIT_REFUSED
+    assert await asyncio.to_thread(two.wait, 600) == EXIT_REFUSED
     assert not [process for process in below if process.is_running()]
 
-    four = start(ANNOUNCER, third)
-    await until(lambda: address.url == f"http://127.0.0.1:{third}")
-    four.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(four.wait, 600) == 128 + signal.SIGTERM
+    three = start(ANNOUNCER, second)
+    await until(lambda: address.url == f"http://127.0.0.1:{second}")
+    three.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(three.wait, 600) == 128 + signal.SIGTERM
     assert address.url is None, "it has left"
 
 
 @pytest.mark.parametrize(
-    ("name", "name_of_run", "words"),
-    [
-        ("trainer-1", "other", "controller of run 'test', and a process of run 'other' registers: give it"),
-        ("trainer-7", "test", "no server 'trainer-7' is expected to register: expected are .*trainer-1, and"),
-        ("teacher-x", "test", "no server 'teacher-x' is expected"),
-    ],
+    ("name_of_run", "words"),
+    [("other", "controller of run 'test', and a process"), ("test", "no server 'teacher-x' is expected")],
 )
 async def test_a_refusal_that_no_retry_mends_ends_a_role_at_once(
-    controller, serve, name: str, name_of_run: str, words: str
+    controller, serve, name_of_run: str, words: str
 ) -> None:
-    run = controller(make_config(trainer={"nodes": 2}))
+    run = controller()
     serve(run)
 
     async def loads() -> bool:
         raise AssertionError("a server that is refused need not load first")
 
-    lease = Lease(name_of_run, name, "http://127.0.0.1:1", lambda: run.url)
+    lease = Lease(name_of_run, "teacher-x", "http://127.0.0.1:1", lambda: run.url)
     with pytest.raises(RemoteError, match=words):
         await asyncio.wait_for(lease.keep(ready=loads), 60)
 
@@ -483,90 +479,56 @@ async def test_a_url_that_is_no_controller_s_ends_a_role_at_once() -> None:
             await asyncio.wait_for(Lease("test", "teacher-t", url, lambda: url).keep(), 60)
 
 
-async def test_a_controller_that_is_not_there_yet_is_waited_for(controller, serve, tmp_path, caplog) -> None:
-    address = Address("teacher-t")
+async def test_a_controller_that_is_not_there_yet_is_waited_for_and_one_that_moved_is_told_again(
+    controller, serve, short_leases, tmp_path, caplog
+) -> None:
     with refusing() as before:  # where it was when it last started
         (tmp_path / "controller.json").write_text(json.dumps({"url": before}))
         lease = Lease("test", "teacher-t", "http://127.0.0.1:1", partial(controller_url, tmp_path))
         keeping = asyncio.create_task(lease.keep())
-        await until(lambda: "teacher-t is not registered" in caplog.text)
-        serve(controller(expected={"teacher-t": address}))
-        await until(lambda: address.url == "http://127.0.0.1:1")
+        for _ in range(2):
+            await until(lambda: "teacher-t is not registered" in caplog.text)
+            address = Address("teacher-t")
+            running = serve(controller(expected={"teacher-t": address}))
+            await until(lambda there=address: there.url == "http://127.0.0.1:1")
+            caplog.clear()
+            await cancel([running])
     assert not keeping.done()
     await cancel([keeping])
 
 
 @pytest.mark.parametrize(
-    ("node", "there", "says"),
+    ("there", "says"),
     [
-        (0, {"trainer": {"nodes": 2}}, "trainer.nodes is 1 here and 2 at the controller"),
-        (0, {}, "this run starts its trainer itself"),
-        (1, {"controller": {"trainer": "external"}}, "no server 'trainer-1' is expected to register: expec"),
+        ({"trainer": {"nodes": 2}}, "trainer.nodes is 1 here and 2 at the controller"),
+        ({}, "this run starts its trainer itself"),
     ],
 )
 async def test_a_machine_that_the_controller_does_not_expect_ends_with_one_message_and_loads_nothing(
-    controller, start, serve, tmp_path, capfd: pytest.CaptureFixture[str], node: int, there: Any, says: str
+    controller, start, serve, tmp_path, capfd: pytest.CaptureFixture[str], there: Any, says: str
 ) -> None:
     serve(controller(make_config(**there)))
-    refused = start(MACHINE, node, 1 + node)
+    refused = start(MACHINE, 0, 1)
     assert await asyncio.to_thread(refused.wait, 600) == EXIT_REFUSED
     (line,) = capfd.readouterr().err.splitlines()
     assert says in line
-    assert not (tmp_path / f"{node}").exists()
+    assert not (tmp_path / "0").exists()
 
 
-async def test_a_second_trainer_of_one_machine_waits_for_the_lease_of_the_first_and_leaves_if_that_lives(
-    controller, start, serve, short_leases, tmp_path, capfd: pytest.CaptureFixture[str]
+async def test_the_only_machine_of_a_trainer_has_its_name_until_its_terminal_is_gone(
+    controller, start, serve, tmp_path
 ) -> None:
-    run = controller(make_config(controller={"trainer": "external"}))
+    """Then its ranks save their checkpoint."""
+    run, ranks = controller(make_config(controller={"trainer": "external"})), tmp_path / "0"
     serve(run)
-    ranks = tmp_path / "0"
-
-    def starts() -> subprocess.Popen[bytes]:
-        ranks.unlink(missing_ok=True)
-        return start(MACHINE, 0, 1)
-
-    first = starts()
-    await until(ranks.exists)
-    second = starts()
-    assert await asyncio.to_thread(second.wait, 600) == EXIT_REFUSED
-    assert "the process there renews it: give this one another --node, or end that one" in (
-        capfd.readouterr().err
-    )
-    assert not ranks.exists(), "it would have opened a lineage in place of the first one's"
-    assert first.poll() is None
-    first.kill()
-    third = starts()
-    await until(ranks.exists)
-    third.send_signal(signal.SIGHUP)  # its terminal is gone: the ranks save their checkpoint
-    assert await asyncio.to_thread(third.wait, 600) == 0
+    alone = start(MACHINE, 0, 1)
+    await until(lambda: ranks.exists() and ranks.read_text() == run.registry.listing().servers[-1].url)
+    alone.send_signal(signal.SIGHUP)
+    assert await asyncio.to_thread(alone.wait, 600) == 0
     assert run.registry.listing().servers[-1].url is None, "it has left"
 
 
-async def test_a_controller_that_moved_is_told_again(controller, start, serve, short_leases) -> None:
-    port, urls = free_port(), set[str]()
-    start(ANNOUNCER, port)
-    for _ in range(2):
-        address = Address("teacher-t")
-        running = serve(run := controller(expected={"teacher-t": address}))
-        await until(lambda there=address: there.url == f"http://127.0.0.1:{port}")
-        urls.add(run.url)
-        await cancel([running])
-    assert len(urls) == 2
-
-
 # --- the trainer's machines ---------------------------------------------------------------------------------
-
-
-async def test_a_machine_that_is_stopped_before_all_are_there_is_forgotten(controller, start, serve) -> None:
-    """Else one that comes within its lease would start ranks that wait for it."""
-    run = controller(make_config(trainer={"nodes": 2}))
-    serve(run)
-    alone = start(MACHINE, 1, 2)
-    await until(lambda: run.registry.listing().servers[2].url is not None)
-    alone.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(alone.wait, 600) == 128 + signal.SIGTERM
-    assert run.registry.listing().servers[2].url is None
 
 
 async def test_machines_start_their_ranks_together_and_lose_them_together(
@@ -583,6 +545,12 @@ async def test_machines_start_their_ranks_together_and_lose_them_together(
         place = run.registry.listing().servers[1].url
         told = [tmp_path / str(node) for node in range(2)]
         return all(file.exists() and file.read_text() == place for file in told)
+
+    (alone,) = machines(1)
+    await until(lambda: run.registry.listing().servers[2].url is not None)
+    alone.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(alone.wait, 600) == 128 + signal.SIGTERM
+    assert run.registry.listing().servers[2].url is None, "else machine 0 would start ranks that wait for it"
 
     first, second = machines(0, 1)
     await until(met)
@@ -621,8 +589,6 @@ def test_a_machine_that_meets_another_than_before_starts_its_ranks_again() -> No
     gang.told(lease("http://a:1", "http://b:1"))
     with pytest.raises(Replaced, match=r"machines \[1\] of the trainer were started again"):
         gang.told(lease("http://a:1", "http://b:2"))
-    with pytest.raises(ConfigError, match=r"trainer\.nodes is 2 here and 3 at the controller"):
-        Gang(2, 60.0).told(lease("http://a:1", None, None))
 
 
 # --- how a role finds the controller -----------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import signal
 import threading
 from collections.abc import AsyncIterator
@@ -22,7 +23,7 @@ from waiting import until
 from distill.config.prompts import JsonlPrompts, TaskPrompts
 from distill.prompts import rewards
 from distill.prompts.reward_pool import MOST_WORKERS, RewardPool
-from distill.prompts.rewards import Reward, RewardSource, is_prose, load_rewards, reward_source
+from distill.prompts.rewards import Reward, is_prose, load_rewards, reward_source
 from distill.prompts.rows import Row, RowReader
 from distill.prompts.sources import PromptSplit, open_prompts
 from distill.prompts.stream import Prompt
@@ -53,7 +54,7 @@ def rewarded(name: str, answer: str, completion: str) -> Reward:
         ("exact", "Paris", " Paris\n", "Paris."),
         ("exact", "Paris", "Paris", "paris"),
         ("contains", "Paris", "It is Paris.", "It is Parisian."),
-        ("contains", "4", "2 + 2 = 4", "the result is 42"),
+        ("contains", "5", "2 + 3 = 5", "it is 4.5"),
         ("contains", "a+b", "so (a+b) it is", "so aab it is"),
         ("number", "10 + 62 #### 72", "first 62, then the answer is 72.", "72 is not it, 71 is"),
         ("number", "1234.50", "$1,234.5", "$1,234.6"),
@@ -64,7 +65,6 @@ def rewarded(name: str, answer: str, completion: str) -> Reward:
         ("number", "-5", "-$5.00", "$5"),
         ("number", "1e-05", "0.00001", "5"),
         ("number", "2", "2", "1/2"),
-        ("number", "45", "45 minutes", "at 3:45"),
         ("number", "72", "<<48+24=72>>72", "72\\pi"),
         ("contains", "4", "it is 4.", "it is 4.5"),
         ("contains", "0.5", "0.5, so", "10.5"),
@@ -115,13 +115,11 @@ def test_a_check_without_a_verdict_costs_its_completion_by_name(monkeypatch: pyt
     ("answer", "prose"),
     [
         ("The answer is 42", True),
-        ("all real numbers", True),
         ("180 days", False),
         ("x = 3 or x = 5", False),
         (r"\text{Monday and Tuesday}", False),
         (r"\frac{1}{3} \cos x \sin y", False),
         (r"Therefore it is \boxed{42}", False),
-        ("Paris", False),
     ],
 )
 def test_words_in_a_reference_answer_that_math_verify_takes_for_letters_are_named(
@@ -156,7 +154,6 @@ def test_equal_answers_have_equal_names_and_functions_without_answers_have_none(
     assert rewarded("number", "72", "none").answer is None
     assert rewarded("exact", "a", " b ").answer == "b"
     assert rewarded("contains", "a", "b").answer is None
-    assert rewarded(f"{__name__}:with_answer", "72", "xy") == Reward(1.0, "yx")
 
 
 def test_rows_are_rewarded_if_a_reward_function_is_set(tmp_path: Path) -> None:
@@ -164,16 +161,10 @@ def test_rows_are_rewarded_if_a_reward_function_is_set(tmp_path: Path) -> None:
     split = open_rows(tmp_path, rows, answer_field="gold", reward_fn="number")
     reward_fn = load_rewards(split.rewards.prompts)
     for prompt in (split.train[0], split.held_out[0]):
-        right = int(prompt.text.split("+")[0]) + 1
-        assert reward_fn(prompt, f"{right}").value == 1.0
-        assert reward_fn(prompt, f"{right}0").value == 0.0
+        assert reward_fn(prompt, str(int(prompt.text.split("+")[0]) + 1)).value == 1.0
     assert open_rows(tmp_path, rows, answer_field="gold").rewards is None
     with pytest.raises(ConfigError, match=r"a reference answer: name its field in prompts\.answer"):
         open_rows(tmp_path, rows, reward_fn="number")
-
-
-def with_answer(prompt: Prompt, completion: str) -> tuple[bool, str]:
-    return True, completion[::-1]
 
 
 def length_of_answer(prompt: Prompt, completion: str) -> float:
@@ -185,17 +176,9 @@ def returning(value: Any) -> Any:
     return lambda prompt, completion: value
 
 
-none, not_a_number, too_large_for_fp32 = returning(None), returning(math.nan), returning(1e39)
+none, text, not_a_number, too_large_for_fp32 = map(returning, (None, "1", math.nan, 1e39))
 infinite_in_half, half = returning(np.float16("inf")), returning(np.float32(0.5))
 half_a_surrogate_pair = returning((True, "\ud83d"))
-
-
-def one_argument(prompt: Prompt) -> bool:
-    return True
-
-
-async def later(prompt: Prompt, completion: str) -> bool:
-    return True
 
 
 def only_short(prompt: Prompt, completion: str) -> bool:
@@ -215,7 +198,8 @@ def numpys_answer(prompt: Prompt, completion: str) -> tuple[bool, np.str_]:
 def test_a_function_of_the_users_reads_prompt_and_completion_and_may_return_numpys_types() -> None:
     assert rewarded(f"{__name__}:length_of_answer", "abc", "xy").value == 2.5
     assert rewarded(f"{__name__}:half", "x", "y").value == 0.5
-    assert type(rewarded(f"{__name__}:numpys_answer", "x", "y").answer) is str, "a frame takes no subclass"
+    reward = rewarded(f"{__name__}:numpys_answer", "x", "y")
+    assert (reward, type(reward.answer)) == (Reward(1.0, "y"), str), "a frame takes no subclass"
 
 
 @pytest.mark.parametrize(
@@ -226,17 +210,15 @@ def test_a_function_of_the_users_reads_prompt_and_completion_and_may_return_nump
         (f"{__name__}:missing", ConfigError, r"cannot be loaded \(AttributeError"),
         (f"{__name__}:EOS", ConfigError, r"EOS is a int and cannot be called"),
         (f"{__name__}:none", DataError, r"gave None for prompt 1.*a bool or a number within ±1e\+30"),
+        (f"{__name__}:text", DataError, r"gave '1' for prompt 1"),
         (f"{__name__}:not_a_number", DataError, r"gave nan for prompt 1"),
         (f"{__name__}:too_large_for_fp32", DataError, r"gave 1e\+39 for prompt 1"),
         (f"{__name__}:infinite_in_half", DataError, r"gave np\.float16\(inf\) for prompt 1"),
         (f"{__name__}:half_a_surrogate_pair", DataError, r"gave \(True, '\\ud83d'\) for .* answer as text"),
-        (f"{__name__}:one_argument", DataError, r"TypeError .* called as function\(prompt, completion\)"),
         (f"{__name__}:for_other_trainers", ConfigError, r"takes \(solution_str, ground_truth\), and it"),
-        (f"{__name__}:later", DataError, r"gave <coroutine"),
-        (f"{__name__}:only_short", DataError, r"raised KeyError \('long'\) for prompt 1, .*'abc'"),
+        (f"{__name__}:only_short", DataError, r"KeyError \('long'\) for prompt 1, .*'abc'.* it is called as"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
 def test_a_reward_function_that_cannot_be_used_is_named(
     reward_fn: str, error: type[Exception], message: str
 ) -> None:
@@ -269,11 +251,10 @@ def reward_fn(prompt, completion):
         if prompt.text:
             open(prompt.text, "a").write("asked")
         time.sleep(1000)
-    if prompt.answer in ("fork", "session", "daemon", "daemon of the dead"):
+    if prompt.answer.startswith("daemon"):
         if os.fork() == 0:
-            if prompt.answer != "fork":
-                os.setsid()
-            if prompt.answer.startswith("daemon") and os.fork():
+            os.setsid()
+            if os.fork():
                 os._exit(0)
             with open(f"{prompt.text}-{os.getpid()}", "w") as file:
                 file.write(str(os.getpid()))
@@ -339,9 +320,7 @@ async def test_a_completion_that_nobody_waits_for_any_more_is_not_asked_about(
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        ("fork", "more than 5 s for prompt 7, completion of 2 tokens and was killed"),
-        ("session", "more than 5 s for prompt 7"),
-        ("daemon", "more than 5 s for prompt 7"),
+        ("daemon", "more than 5 s for prompt 7, completion of 2 tokens and was killed"),
         ("daemon of the dead", "ended with status 7, twice"),
     ],
 )
@@ -368,9 +347,10 @@ async def test_a_worker_that_dies_is_replaced_and_its_completion_tried_once_more
 async def test_what_cannot_be_asked_costs_its_completion_and_the_next_ones_go_on(
     pool: RewardPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(DataError, match=r"could not be asked about prompt 7, .*: UnicodeEncodeError"):
-        await pool.reward(asking("\ud83d"), [3])
-    assert (await pool.reward(asking("pid"), [4])).answer == LETTERS[1]
+    asked = [pool.reward(asking(answer), [4]) for answer in ("pid", "\ud83d", "pid")]
+    before, unreadable, behind = await asyncio.gather(*asked, return_exceptions=True)
+    assert re.search("could not be asked about prompt 7, .*: UnicodeEncodeError", str(unreadable))
+    assert before.answer == behind.answer == LETTERS[1]
 
     def no_process(*_: object, **__: object) -> None:
         raise BlockingIOError("Resource temporarily unavailable")
@@ -381,22 +361,6 @@ async def test_what_cannot_be_asked_costs_its_completion_and_the_next_ones_go_on
             with pytest.raises(DataError, match=r"BlockingIOError: Resource temporarily unavailable"):
                 await pool.reward(asking("exit"), [5])
     assert (await pool.reward(asking("pid"), [4])).answer == LETTERS[1]
-
-
-async def test_a_completion_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
-    def read(prompt: Prompt, ids: list[int]) -> str:
-        if ids == [7]:
-            raise OverflowError("id")
-        return str(ids[0])
-
-    prompts = JsonlPrompts(type="jsonl", path=tmp_path, answer_field="gold", reward_fn="exact")
-    pool = RewardPool(RewardSource(prompts, 5.0, read))
-    asked = [pool.reward(Prompt(str(i), [1], answer=str(i)), [i]) for i in range(10)]
-    found = await asyncio.gather(*asked, return_exceptions=True)
-    await pool.close()
-    unreadable = found.pop(7)
-    assert "could not be asked about prompt 7, completion of 1 tokens: OverflowError: id" in str(unreadable)
-    assert found == [Reward(1.0, str(i)) for i in range(10) if i != 7]
 
 
 def test_a_function_is_tried_before_the_run_on_no_text_and_on_the_reference() -> None:
