@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import launched_trainer
 import pytest
 import torch
 from flat_tensors import digests
-from launched_trainer import STOP, Share, StubController, mirror_of, ran, save_tokenizer, until
+from launched_trainer import STOP, Share, StubController, mirror_of, save_tokenizer, trained, until
 from one_process import routed, same_step
 from published import follow
 from routed_models import spread, untrained
@@ -51,12 +50,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Trained(NamedTuple):
-    run_dir: Path
-    stub: StubController
-    log: str
-
-
 @pytest.mark.parametrize(
     ("kind", "more", "share"),
     [
@@ -80,25 +73,21 @@ def test_gradients_of_shared_experts_are_those_of_one_process(
 def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path, tmp_path: Path) -> None:
     """Every version comes from the shards of the experts' owners; Adam, clipping and bf16."""
 
-    def trained(
+    def run(
         start: Version, parent: Version | None, size: int = 2, ranks: int = 2, steps: int = 4, code: int = 0
-    ) -> Trained:
-        stop = wire.Stop(reason="enough", checkpoint=True)
-        with closing(StubController(until(steps, stop), start, parent)) as stub:
-            trainer = {"checkpoint_every": 2, "keep_checkpoints": 9, "expert_parallel": size, "ranks": ranks}
-            more: dict[str, Any] = {"objective": {"type": "topk", "k": 4}, "trainer": trainer}
-            config = launched_trainer.settings(models, tmp_path / "run", stub.url, "Qwen2Moe", **more)
-            if parent is not None:
-                (config.run_dir / "checkpoints/latest").write_text(f"{parent}\n")
-            return Trained(config.run_dir, stub, ran(config, code))
+    ) -> tuple[StubController, str]:
+        trainer = {"checkpoint_every": 2, "keep_checkpoints": 9, "expert_parallel": size, "ranks": ranks}
+        more: dict[str, Any] = {"objective": {"type": "topk", "k": 4}, "trainer": trainer}
+        share = until(steps, wire.Stop(reason="enough", checkpoint=True))
+        return trained(models, tmp_path / "run", "Qwen2Moe", share, start, parent, code, **more)
 
-    whole = trained(Version(0, 0), None)
-    (final,) = whole.stub.told(FinalDigests)
-    assert final.digests == digests(whole.run_dir / "final")
+    whole, _ = run(Version(0, 0), None)
+    (final,), folder = whole.told(FinalDigests), tmp_path / "run/final"
+    assert final.digests == digests(folder)
     start = load_file(models / "Qwen2Moe/model.safetensors")
     rounded = {name: tensor.to(torch.bfloat16) for name, tensor in start.items()}
-    with mirror_of(whole.run_dir, tmp_path) as mirror:
-        for version in whole.stub.told(wire.Published):
+    with mirror_of(tmp_path / "run", tmp_path) as mirror:
+        for version in whole.told(wire.Published):
             follow(mirror, version.version)
             published = load_file(mirror.path / "model.safetensors")
             assert published.keys() == rounded.keys()
@@ -107,19 +96,19 @@ def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path
         assert digests(mirror.path) == final.digests
     changed = [name for name in rounded if not torch.equal(published[name], rounded[name])]
     assert {f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in range(4)} <= set(changed)
-    folders = models / "Qwen2Moe", whole.run_dir / "final"
-    theirs, ours = (json.loads((folder / "config.json").read_text()) for folder in folders)
+    places = models / "Qwen2Moe", folder
+    theirs, ours = (json.loads((place / "config.json").read_text()) for place in places)
     assert ours | {"dtype": None} == theirs | {"dtype": None}
 
-    resumed = trained(Version(1, 2), Version(0, 2))
-    assert resumed.stub.told(FinalDigests)[0].digests == final.digests
-    wider = trained(Version(2, 2), Version(0, 2), ranks=4, steps=2)
-    assert "is of 2 ranks, this run has 4" in wider.log
-    back = trained(Version(3, 2), Version(2, 2))
-    assert "is of 4 ranks, this run has 2" in back.log
-    assert back.stub.told(FinalDigests)[0].digests == final.digests
-    refused = trained(Version(4, 2), Version(0, 2), size=1, code=1)
-    assert "was saved with trainer.expert_parallel = 2, this run has 1" in refused.log
+    resumed, _ = run(Version(1, 2), Version(0, 2))
+    assert resumed.told(FinalDigests)[0].digests == final.digests
+    _, said = run(Version(2, 2), Version(0, 2), ranks=4, steps=2)
+    assert "is of 2 ranks, this run has 4" in said
+    back, said = run(Version(3, 2), Version(2, 2))
+    assert "is of 4 ranks, this run has 2" in said
+    assert back.told(FinalDigests)[0].digests == final.digests
+    _, said = run(Version(4, 2), Version(0, 2), size=1, code=1)
+    assert "was saved with trainer.expert_parallel = 2, this run has 1" in said
 
 
 def test_a_family_that_cannot_be_shared_is_refused_by_every_rank(tmp_path: Path) -> None:
@@ -128,9 +117,8 @@ def test_a_family_that_cannot_be_shared_is_refused_by_every_rank(tmp_path: Path)
     sizes = {name: value for name, value in GROUPS.items() if name not in LATENT} | {"n_group": 1}
     Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, head_dim=8)).save_pretrained(tmp_path / "glm")
     save_tokenizer(tmp_path / "glm")
-    with closing(StubController(until(1, STOP))) as stub:
-        more = {"trainer": {"expert_parallel": 2}}
-        said = ran(launched_trainer.settings(tmp_path, tmp_path / "run", stub.url, "glm", **more), code=1)
+    more = {"trainer": {"expert_parallel": 2}}
+    stub, said = trained(tmp_path, tmp_path / "run", "glm", until(1, STOP), code=1, **more)
     assert "the student is a glm4_moe: DeepSpeed's AutoEP computes deepseek_v3" in said
     assert "Traceback" not in said
     assert stub.events == []

@@ -70,8 +70,11 @@ def error(folder: Path, *of, **more) -> float:
 
 
 async def test_log_probabilities_are_those_of_transformers_before_and_after_updates(server, folders):
+    """The server finds AMX (tests/support/amx): with vLLM's own choice of a kernel it dies by SIGILL on a
+    processor that has none."""
     async with server.peer() as peer:
         before = await generate(peer, PROMPTS, max_tokens=24)
+        assert "attention uses the kernel vec" in server.log.read_text()
         for prompt, answer in zip(PROMPTS, before, strict=True):
             assert error(folders[0], prompt, answer) < TOLERANCE
             assert answer.spans == [VersionSpan(Version(0, 0), 0, 24)]
@@ -85,14 +88,6 @@ async def test_log_probabilities_are_those_of_transformers_before_and_after_upda
                 assert error(folders[step % 3], prompt, answer, temperature=0.7) > 5 * TOLERANCE
                 assert answer.spans == [VersionSpan(Version(1, step), 0, 24)]
         assert await update(peer, 3) == wire.UpdateReply(Version(1, 3), 0, 0, 0, 0), "nothing is read again"
-
-
-async def test_attention_on_a_processor_with_amx_uses_another_kernel(server):
-    """The server finds AMX (tests/support/amx). Without the mend its engine uses it and dies by SIGILL
-    on a processor that has none, and every test of this file fails."""
-    async with server.peer() as peer:
-        assert len(await generate(peer, PROMPTS, max_tokens=4)) == len(PROMPTS)
-    assert "attention uses the kernel vec" in server.log.read_text()
 
 
 def test_another_version_of_vllm_is_refused_by_name_on_a_processor_with_amx(monkeypatch):
@@ -135,15 +130,6 @@ async def test_what_the_time_limit_ends_comes_back_as_far_as_it_was_written(serv
     assert (answer.spans[0].start, answer.spans[-1].end) == (0, length)
     assert error(folders[2], PROMPTS[0], answer) < TOLERANCE
     assert state.requests == 0
-
-
-async def test_worker_digests_are_the_published_ones_and_fail_on_a_planted_difference(server, folders):
-    async with server.peer() as peer:
-        await update(peer, 3)
-        state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
-    assert state.digests == digests(folders[2])
-    assert state.digests != digests(folders[3])
-    assert (state.version, state.requests) == (Version(1, 3), 0)
 
 
 async def test_a_swapped_replica_scores_like_a_fresh_engine_and_one_scaled_projection_does_not(setup):
@@ -248,7 +234,8 @@ async def test_an_altered_snapshot_keeps_the_old_version(setup):
     (delta,) = (versions.store_path / "tests").glob("*00000004/delta-00000.bin")
     good = delta.read_bytes()
     async with server.peer() as peer:
-        old = await update(peer, 2)
+        await update(peer, 1)
+        old = await update(peer, 2)  # neither folder of its mirror holds step 4
         delta.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
         try:
             with pytest.raises(RemoteError, match="409"):

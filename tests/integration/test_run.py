@@ -61,18 +61,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.filterwarnings("i
 STEPS, MANY, GRACE_SECONDS = 5, 100, 120
 BOTH_ENDS = {"type": "task", "task": "sort_letters"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-GIVES_UP = """
-import pathlib
-trained = pathlib.Path(__file__).with_name("trained")
-def reward_fn(prompt, completion):
-    if ":" in prompt.id:
-        with trained.open("a") as file:
-            file.write("x")
-    elif trained.is_file() and trained.stat().st_size >= 40:
-        raise RuntimeError("the reward_fn has given up")
-    return True
-"""
-"""A reward_fn that answers for no held-out prompt once it has answered for the rollouts of all five steps."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -110,21 +98,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """[prompts] for "chat", "plain" and "dataset", 40 rows each."""
+    """[prompts] for "chat" and "dataset", 40 rows each."""
     from datasets import Dataset
 
     folder, letters = tmp_path_factory.mktemp("prompts"), "abcdefgh" * 7
     texts = [letters[row : row + 3 + row % 4] + "abcde"[row // 8] for row in range(40)]
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    for name, rows in {"chat": chats, "plain": [f"{text}>" for text in texts]}.items():
-        lines = [json.dumps({"prompt": row}) for row in rows]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    for name, rows in {"dataset": texts, "other": [text[::-1] for text in texts]}.items():
-        (folder / name).mkdir()
-        Dataset.from_dict({"question": rows}).to_parquet(folder / name / "train.parquet")
+    chats = [json.dumps({"prompt": [{"role": "user", "content": text}]}) for text in texts]
+    (folder / "chat.jsonl").write_text("\n".join(chats))
+    (folder / "dataset").mkdir()
+    Dataset.from_dict({"question": texts}).to_parquet(folder / "dataset/train.parquet")
     return {
         "chat": {"type": "jsonl", "path": str(folder / "chat.jsonl")},
-        "plain": {"type": "jsonl", "path": str(folder / "plain.jsonl"), "template": "plain"},
         "dataset": {"type": "dataset", "path": str(folder / "dataset"), "field": "question"},
     }
 
@@ -273,23 +257,19 @@ def check_result(
     assert sum(not torch.equal(start[name], end[name]) for name in start) > len(start) / 2
 
 
-def check_trace(run: Run, summary: Mapping[str, Any]) -> None:
+def check_trace(run: Run) -> None:
     """Perfetto's trace processor reads every span of every role, in the order of a rollout's life."""
     trace = Trace(write_trace(run.run_dir))
     assert trace.problems() == []
-    spans, slices = read_lines(run.run_dir / "timeline.jsonl"), [*trace.slices()]
-    recorded = Counter((span["role"], span["what"]) for span in spans)
-    assert Counter((role, what) for role, what, *_ in slices) == recorded
-    first: dict[tuple[str, str], float] = {}
-    for role, what, name, start, seconds in slices:
-        first.setdefault((role, what), start)
-        assert name == what
-        assert 0 <= start <= start + seconds <= summary["seconds"]["total"]
-    parts = ("train", "forward", "backward", "optimizer", "publish", "encode", "write")
-    assert {what for role, what in first if role == "trainer"} >= {*parts}
+    recorded = Counter((span["role"], span["what"]) for span in read_lines(run.run_dir / "timeline.jsonl"))
+    begins: dict[tuple[str, str], list[float]] = {}
+    for role, what, _, start, _ in trace.slices():
+        begins.setdefault((role, what), []).append(start)
+    assert {stage: len(starts) for stage, starts in begins.items()} == recorded
     life = [("student-0", "generate"), ("teacher teacher", "score")]
     life += [("trainer", "train"), ("trainer", "publish")]
-    assert [first[stage] for stage in life] == sorted(first[stage] for stage in life)
+    first = [min(begins[stage]) for stage in life]
+    assert first == sorted(first)
 
 
 def wait_for(condition: Callable[[], Any], command: Command) -> None:
@@ -442,7 +422,7 @@ def check_policies(run: Run) -> None:
 def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more_ranks(
     tmp_path: Path, models: Path, prompts: dict[str, dict[str, Any]]
 ) -> None:
-    """What may change takes effect, other data is refused; a secret is on no command line and in no file."""
+    """What may change takes effect; a secret is on no command line and in no file."""
     run = Run(tmp_path, models, "qwen2", prompts["dataset"])
     settings = ('objective={type="student_topk", k=4}', "evaluation.prompts=4", "evaluation.threads=1")
     secret = f"planted-{os.getpid()}"
@@ -460,16 +440,6 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
     reached = run.summary()["steps"]
     latest = (run.run_dir / "checkpoints/latest").read_text().strip()
     assert Version.parse(latest).step == reached
-
-    other = Path(prompts["dataset"]["path"]).with_name("other")
-    for change, said in {
-        f"prompts.path={other}": "prompts: 36 prompts, ",
-        f"teachers.teacher.path={models / 'qwen3'}": f"teachers.teacher.path: {models / 'teacher'} -> ",
-    }.items():
-        with run.command("run", *settings, change, more=("--resume",)) as refused:
-            assert refused.end() == 2
-            assert f"resumed with these changes:\n{said}" in refused.said
-            assert "other prompts would be trained on" in refused.said or "were scored by it" in refused.said
 
     settings += ("trainer.ranks=2", "trainer.lr=2e-4", f"run.steps={reached + 2}")
     with run.command("run", *settings, more=("--resume", "--dry-run")) as told:
@@ -509,31 +479,22 @@ def test_fused_experts_go_out_under_their_checkpoint_names(
 ) -> None:
     """Every shard of a fused tensor holds experts in part; what arrives are a checkpoint's own tensors.
 
-    The trainer takes the routes that the replica recorded, across its swaps of weights. The evaluation of the
-    last version fails, and nothing else does. After fifty random versions of the final model publisher,
-    follower and late joiner hold the same bits.
+    The trainer takes the routes that the replica recorded, across its swaps of weights. After fifty random
+    versions of the final model publisher, follower and late joiner hold the same bits.
     """
-    run = Run(tmp_path, models, "experts", {**prompts["chat"], "reward_fn": "gives_up:reward_fn"})
-    (tmp_path / "gives_up.py").write_text(GIVES_UP)
+    run = Run(tmp_path, models, "experts", {**prompts["chat"], "reward_fn": "operator:ne"})
     settings = ("trainer.ranks=2", "objective.type=full", "evaluation.prompts=4")
-    settings += ("rollout.routing_replay=true",)
-    with run.command("run", *settings, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}) as running:
-        assert running.end() == 1, run.logs(running)
-        assert 'L000-v00000005 could not be evaluated, so "after" is empty: ' in running.said
-        assert "the reward_fn has given up" in running.said
-    summary = run.summary()
+    summary = run.finish(*settings, "rollout.routing_replay=true")
     check_result(run, summary)
-    assert (summary["sync"]["versions"], summary["before"]["completions"]) == (STEPS + 1, 4)
-    assert summary["after"] is None
-    assert audit(run.run_dir).violations["unproven"] == summary["problems"]
-    assert len(summary["problems"]) == 1
+    assert (summary["sync"]["versions"], summary["after"]["completions"]) == (STEPS + 1, 4)
+    assert audit(run.run_dir).ok
     rollouts = rollouts_of(run.run_dir)
     assert len({span.version for one in rollouts for span in one.spans}) > 1
     for one in rollouts:
         assert one.routes.shape == (one.prompt.shape[0] + one.length - 1, 2, EXPERTS["num_experts_per_tok"])
         assert int(unpack(one.routes).max()) < EXPERTS["num_experts"]
     assert abs(run.figures()[0]["train/rho_mean"] - 1) < 0.01
-    check_trace(run, summary)
+    check_trace(run)
     names = {name for name, _ in read_folder(run.run_dir / "final")}
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in names
     assert not [name for name in names if "gate_up_proj" in name]

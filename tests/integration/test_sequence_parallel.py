@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import launched_trainer
 import pytest
 from attention_families import model
 from flat_tensors import digests
-from launched_trainer import STOP, VOCAB, StubController, mirror_of, ran, save_tokenizer, until
+from launched_trainer import STOP, VOCAB, StubController, mirror_of, save_tokenizer, trained, until
 from one_process import routed, same_step, sharing
 from published import follow
 
@@ -55,11 +54,10 @@ def test_published_saved_and_recorded_as_without_and_resumed_by_other_ranks(mode
     run_dir, stop = tmp_path / "run", Stop(reason="enough", checkpoint=True)
 
     def start(ranks: int, size: int, at: Version, parent: Version | None) -> StubController:
-        with closing(StubController(sharing(until(2, stop), size), at, parent)) as stub:
-            trainer = {"sequence_parallel": size, "ranks": ranks, "keep_checkpoints": 9}
-            more = {"objective": {"type": "topk", "k": 4, "discount": 0.7}, "trainer": trainer}
-            ran(launched_trainer.settings(models, run_dir, stub.url, "Qwen3", **more))
-            return stub
+        trainer = {"sequence_parallel": size, "ranks": ranks, "keep_checkpoints": 9}
+        more = {"objective": {"type": "topk", "k": 4, "discount": 0.7}, "trainer": trainer}
+        share = sharing(until(2, stop), size)
+        return trained(models, run_dir, "Qwen3", share, at, parent, **more)[0]
 
     first = start(2, 2, Version(0, 0), None)
     (hello,) = first.told(TrainerHello)

@@ -36,7 +36,8 @@ from teacher_service.engines.base import Engine, EngineScores, Item, ScoreOption
 from teacher_service.messages import scored
 
 pytestmark = pytest.mark.engine
-VOCAB, PADDED, LONGEST = 32, 40, 128
+VOCAB, PADDED, LONGEST, K = 32, 40, 128, 3
+EVERYTHING, TOP2 = ScoreOptions(5, K, True, True, 0.7), ScoreOptions(2, K)
 TOLERANCE = 5e-5
 """Nats, and hidden units: fp32 rounding of another order of sums."""
 ENVIRONMENT = {
@@ -147,15 +148,15 @@ def urls(folder: Path, experts: Path, tmp_path_factory: pytest.TempPathFactory) 
         yield found
 
 
-def sequences(k: int) -> tuple[list[ScoreSequence], list[Item]]:
-    """Of all lengths up to the longest, with k ids to gather at each position, some of them -1."""
+def sequences() -> tuple[list[ScoreSequence], list[Item]]:
+    """Of all lengths up to the longest, with K ids to gather at each position, some of them -1."""
     rng = np.random.default_rng(0)
     wire, items = [], []
     for length in (LONGEST, *rng.integers(3, LONGEST, 15)):
         first, ids = int(rng.integers(1, length)), rng.integers(0, VOCAB, length).astype(np.int32)
-        gather = rng.integers(-1, VOCAB, (length - first, k)).astype(np.int32)
-        items.append(Item(ids, first, gather if k else None))
-        wire.append(ScoreSequence(str(len(wire)), pack(ids), first, pack(gather) if k else None))
+        gather = rng.integers(-1, VOCAB, (length - first, K)).astype(np.int32)
+        items.append(Item(ids, first, gather))
+        wire.append(ScoreSequence(str(len(wire)), pack(ids), first, pack(gather)))
     return wire, items
 
 
@@ -173,15 +174,6 @@ def check(results: list[Any], engine: Engine, items: list[Item], options: ScoreO
                 np.testing.assert_allclose(unpack(got), unpack(want), **bounds, err_msg=name)
 
 
-KINDS = {
-    "sampled": (Want(), 0),
-    "topk": (Want(topk=5, entropy=True), 0),
-    "student_topk": (Want(), 3),
-    "full": (Want(hidden=True), 0),
-    "at another temperature": (Want(topk=5, temperature=0.7), 3),
-}
-
-
 @pytest.fixture(scope="module")
 def plain(folder: Path, experts: Path) -> dict[str, Engine]:
     """Engine "transformers" by the URL whose teacher has the same model."""
@@ -189,26 +181,23 @@ def plain(folder: Path, experts: Path) -> dict[str, Engine]:
     return {"workers": dense, "pools": dense, "experts": mixture}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["workers", "experts"])
 async def test_scores_of_two_workers_and_of_experts_equal_those_of_transformers(
-    urls: Urls, plain: dict[str, Engine], where: str, kind: str
+    urls: Urls, plain: dict[str, Engine], where: str
 ) -> None:
-    (want, k), truth = KINDS[kind], plain[where]
-    wire, items = sequences(k)
-    options = ScoreOptions(want.topk, k, want.entropy, want.hidden, want.temperature)
+    (wire, items), truth = sequences(), plain[where]
+    want = Want(topk=5, entropy=True, hidden=True, temperature=0.7)
     async with TeacherClient("v", [urls[where]]) as client:
-        check((await client.score(wire, want)).results, truth, items, options)
-        if kind == "full":
-            head = truth.head()
-            np.testing.assert_array_equal(unpack((await client.head()).weight), unpack(head.weight))
+        check((await client.score(wire, want)).results, truth, items, EVERYTHING)
+        head = await client.head()
+    np.testing.assert_array_equal(unpack(head.weight), unpack(truth.head().weight))
 
 
 async def test_requests_that_overlap_get_their_own_scores(urls: Urls, plain: dict[str, Engine]) -> None:
-    wire, items = sequences(0)
+    wire, items = sequences()
     async with TeacherClient("v", [urls["workers"]]) as client:
         answers = await asyncio.gather(*(client.score([one], Want(topk=2)) for one in wire * 4))
-    check([result for (result,), _ in answers], plain["workers"], items * 4, ScoreOptions(topk=2))
+    check([result for (result,), _ in answers], plain["workers"], items * 4, TOP2)
 
 
 async def test_data_parallel_engines_share_the_sequences_of_a_batch(
@@ -219,9 +208,9 @@ async def test_data_parallel_engines_share_the_sequences_of_a_batch(
         processes.up()
         computing = ["VLLM::DPCoordinator", "VLLM::EngineCore_DP0", "VLLM::EngineCore_DP1"]
         assert sorted(processes.started_by_first()) == computing, "none has workers apart"
-        wire, items = sequences(0)
+        wire, items = sequences()
         async with TeacherClient("v", [url]) as client:
-            check((await client.score(wire, Want(topk=5))).results, plain["workers"], items, ScoreOptions(5))
+            check((await client.score(wire, Want(topk=2))).results, plain["workers"], items, TOP2)
 
 
 def test_scores_of_a_stock_server_by_url_equal_those_of_transformers(
@@ -230,9 +219,8 @@ def test_scores_of_a_stock_server_by_url_equal_those_of_transformers(
     config = TeacherConfig(path=str(folder), dtype="float32", engine="vllm", engine_url=urls["pools"])
     teacher = build(config, VOCAB)
     assert teacher.engine_info.max_length == LONGEST
-    _, items = sequences(3)
-    options = ScoreOptions(5, 3, True, True, 0.7)
-    got, expected = (engine.score(items, options) for engine in (teacher, plain["pools"]))
+    _, items = sequences()
+    got, expected = (engine.score(items, EVERYTHING) for engine in (teacher, plain["pools"]))
     for name in EngineScores.__slots__:
         np.testing.assert_allclose(getattr(got, name), getattr(expected, name), atol=TOLERANCE, err_msg=name)
     teacher.close()

@@ -1,14 +1,9 @@
-"""A run that learns from rewards alone, every engine real, whose replica and launcher are killed −9.
-
-The run is made once; each test looks at one thing that must be true of it afterwards.
-"""
+"""A run that learns from rewards alone, every engine real, whose replica and launcher are killed −9."""
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 from kill_target import KillTarget
@@ -20,20 +15,19 @@ from distill.record.reader import ask
 
 pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.faults, pytest.mark.filterwarnings("ignore")]
 STEPS = 6
+SETTINGS = (
+    "teachers=false",
+    'objective={type="rewards", task={baseline="group", scale="std", average="rollouts"}}',
+    "objective.task.clip=[0.2, 0.3]",
+    "rollout.per_prompt=4",
+    "run.restarts=20",
+    "evaluation={prompts=8, threads=1}",
+)
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillTarget]:
-    folder, rng = tmp_path_factory.mktemp("rewards"), random.Random(0)
-    settings = (
-        "teachers=false",
-        'objective={type="rewards", task={baseline="group", scale="std", average="rollouts"}}',
-        "objective.task.clip=[0.2, 0.3]",
-        "rollout.per_prompt=4",
-        "run.restarts=20",
-        "evaluation={prompts=8, threads=1}",
-    )
-    with KillTarget(command(folder, 100_000, *settings), folder / NAME) as target:
+def test_every_rollout_has_a_reward_and_no_score_and_figures_are_of_the_reward(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    with KillTarget(command(tmp_path, 100_000, *SETTINGS), tmp_path / NAME) as target:
         target.start()
         target.wait(lambda: target.step() >= 2, "step 2")
         target.kill("student-0", rng)
@@ -41,24 +35,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillTarget]:
         target.kill_launcher()
         target.resume(STEPS)
         target.end()
-        yield target
-
-
-def test_every_rollout_is_accounted_for_and_has_a_reward_and_no_score(target: KillTarget) -> None:
-    report = audit(target.run_dir)
+        report, summary = audit(target.run_dir), target.summary()
     assert report.ok, report.violations
     _, (counts,) = ask(target.run_dir, "SELECT count(reward), count(reverse_kl) FROM rollout WHERE scored")
     assert counts[0] >= STEPS * BATCH
     assert counts[1] == 0
-
-
-def test_no_process_is_a_teachers(target: KillTarget) -> None:
-    roles = {path.stem for path in (target.run_dir / "roles").glob("*.json")}
-    assert roles == {"student-0", "evaluator", "trainer"}
-
-
-def test_figures_are_of_the_reward(target: KillTarget) -> None:
-    summary: dict[str, Any] = target.summary()
     assert summary["steps"] >= STEPS
     assert summary["weights_identical"]
     assert summary["after"]["reward"] is not None
@@ -67,4 +48,3 @@ def test_figures_are_of_the_reward(target: KillTarget) -> None:
     assert all({"train/reward_mean", "train/reward_std"} <= line.keys() for line in steps)
     names = {name for line in steps for name in line}
     assert not [name for name in names if "reverse_kl" in name or name.startswith("teacher/")]
-    assert json.loads((target.run_dir / "config.json").read_text())["teachers"] == {}

@@ -33,18 +33,16 @@ def malformed(rng: random.Random, good: Request) -> bytes:
     return Spoiler(rng, 1.0).spoilt(good)
 
 
-async def fuzz(
-    url: str, count: int, good: Request, token: str | None = None
-) -> tuple[Counter[int], list[str]]:
+async def fuzz(url: str, count: int, good: Request) -> tuple[Counter[int], list[str]]:
     """Send `count` malformed requests to the route of `good`, always the same ones; `good` before and after.
 
     How many answers had each status, and those that are neither the route's reply nor a 4xx with a reason.
     Raises TransportError when a connection breaks.
     """
-    route, kind = ("/v1/score", ScoreReply) if isinstance(good, ScoreRequest) else GENERATE
+    generates = isinstance(good, wire.TeacherGenerateRequest)
+    route, kind = ("/v1/generate", TeacherGenerateReply) if generates else ("/v1/score", ScoreReply)
     rng, statuses, unexplained = random.Random(0), Counter[int](), list[str]()
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
         before, gate = await http.post(route, content=encode(good)), asyncio.Semaphore(8)
 
         async def send(body: bytes) -> None:
@@ -59,9 +57,6 @@ async def fuzz(
     assert before.status_code == after.status_code == 200
     assert before.content == after.content, "it still serves as before"
     return statuses, unexplained
-
-
-GENERATE: tuple[str, Reply] = ("/v1/generate", TeacherGenerateReply)
 
 
 def _explained(answer: httpx.Response, kind: Reply) -> bool:

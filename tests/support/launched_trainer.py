@@ -6,6 +6,7 @@ import http.server
 import os
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,14 @@ def save_tokenizer(folder: Path) -> None:
 class StubController:
     """Serves batches from `share(version, rank, world_size)` and keeps what the trainer says."""
 
-    def __init__(self, share: Share, start: Version = Version(0, 0), parent: Version | None = None) -> None:
+    def __init__(
+        self,
+        share: Share,
+        start: Version = Version(0, 0),
+        parent: Version | None = None,
+        servers: wire.TeacherServers | None = None,
+    ) -> None:
         self.events: list[Message] = []
-        self.servers: wire.TeacherServers | None = None
         self.receptions: list[Reception] = []
         self._receiver = Receiver(60.0)
         self.welcome = wire.TrainerWelcome(
@@ -63,7 +69,7 @@ class StubController:
 
         class Answers(Handler):
             def do_GET(self) -> None:
-                gets = {"/v1/teachers/only/head": teacher_head(), "/v1/teachers/only": outer.servers}
+                gets = {"/v1/teachers/only/head": teacher_head(), "/v1/teachers/only": servers}
                 if self.path.startswith("/v1/broadcasts/"):
                     gets[self.path] = wire.BroadcastMembers(lost={})
                 message = gets.get(self.path)
@@ -217,6 +223,28 @@ def ran(config: TrainerConfig, code: int = 0) -> str:
     with Running(config) as running:
         assert running.end() == code, running.log
         return running.log
+
+
+def trained(
+    models: Path,
+    run_dir: Path,
+    kind: str,
+    share: Share,
+    start: Version = Version(0, 0),
+    parent: Version | None = None,
+    code: int = 0,
+    servers: wire.TeacherServers | None = None,
+    **more: Any,
+) -> tuple[StubController, str]:
+    """Run a trainer to its end, with that exit code; what it told the controller, and what it said.
+
+    It begins at `start`, from the checkpoint `parent` of `run_dir`. `servers`: of the teacher that keeps its
+    scores. `more`: see `settings`.
+    """
+    with closing(StubController(share, start, parent, servers)) as stub:
+        if parent is not None:
+            (run_dir / "checkpoints/latest").write_text(f"{parent}\n")
+        return stub, ran(settings(models, run_dir, stub.url, kind, **more), code)
 
 
 def mirror_of(run_dir: Path, folder: Path) -> Mirror:

@@ -1,5 +1,5 @@
-"""A vLLM engine on its second model runner, in a process of its own: what vLLM itself gives of routes,
-sampling masks and prompt log-probabilities of a tiny mixture of experts, beside what we make of it.
+"""A vLLM engine on its second model runner, in a process of its own: what vLLM itself gives of routes and
+sampling masks of a tiny mixture of experts, beside what we make of it.
 
     python native_outputs.py FOLDER READ.npz OUT.npz
 
@@ -25,8 +25,6 @@ CUTS: dict[str, dict[str, Any]] = {
     "min_p": {"top_k": 40, "min_p": 0.05, "temperature": 0.7},
 }
 """Ways to sample; `top_k` has to bound every one."""
-GATHERED, FIRST_GATHERED = 5, 9
-"""Ids that are asked for at each position of a prompt, and the first position where they are."""
 
 
 class Observed:
@@ -63,8 +61,7 @@ async def complete(engine: Observed, name: str, prompt: list[int], tokens: int, 
     params = vllm_compat.sampling_params(sampling, VOCABULARY)
     completion = await vllm_compat.complete(engine, prompt, params, name)
     answer = completions.generated(name, completion, sampling)
-    output = engine.outputs[name]
-    native = output.outputs[0]
+    native = engine.outputs[name].outputs[0]
     masks = [list(ids) for ids in native.sampling_mask.token_ids]
     arrays = {
         "tokens": [*prompt, *completion.token_ids.tolist()],
@@ -74,28 +71,8 @@ async def complete(engine: Observed, name: str, prompt: list[int], tokens: int, 
         "native_mask_sizes": [len(ids) for ids in masks],
         "native_mask_ids": [one for ids in masks for one in ids],
         "native_routes": native.routed_experts,
-        "cached": output.num_cached_tokens,
     }
     return {f"{name}/{key}": value for key, value in arrays.items()}
-
-
-async def gather(engine: Observed, prompt: list[int]) -> dict[str, Any]:
-    """Log-probabilities of given ids at every position of a prompt."""
-    from vllm.inputs.engine import tokens_input
-    from vllm.sampling_params import SamplingParams
-
-    ids = np.random.default_rng(1).integers(0, VOCABULARY, (len(prompt) - 1 - FIRST_GATHERED, GATHERED))
-    params = SamplingParams(
-        max_tokens=1,
-        top_k=VOCABULARY,
-        detokenize=False,
-        prompt_logprob_token_ids=ids,
-        prompt_logprob_start=FIRST_GATHERED,
-    )
-    async for _ in engine.generate(tokens_input(prompt), params, "gathered"):
-        pass
-    found = engine.outputs["gathered"].prompt_token_id_logprobs
-    return {"gathered/tokens": prompt, "gathered/ids": ids, "gathered/logp": np.array(found)}
 
 
 def preemptions() -> int:
@@ -116,7 +93,6 @@ async def everything(folder: str, read: dict[str, np.ndarray]) -> dict[str, Any]
 
     prompts = [read[f"first-{index}/tokens"].tolist() for index in range(SEQUENCES)]
     await together(*(complete(engine, f"read-{i}", one, 1) for i, one in enumerate(prompts)))
-    found |= await complete(engine, "again", prompts[-1], 1)  # others may have left the cache
     g = np.random.default_rng(2)
     prompts = [g.integers(0, VOCABULARY, PROMPT).tolist() for _ in range(SEQUENCES)]
     before = preemptions()
@@ -126,7 +102,6 @@ async def everything(folder: str, read: dict[str, np.ndarray]) -> dict[str, Any]
         await together(
             *(complete(engine, f"{name}-{i}", one, 12, **cut) for i, one in enumerate(prompts[:3]))
         )
-    found |= await gather(engine, read["first-0/tokens"].tolist())
     engine.shutdown()
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 from flat_tensors import digests
-from launched_trainer import VOCAB, Share, StubController, ran, settings
+from launched_trainer import VOCAB, Share, trained
 from plain_step import ALONE, PlainEngine
 from safetensors.torch import load_file
 
@@ -47,15 +46,14 @@ def same_step(
     expected = train_step(engine, whole, loss_of(objective, ["only"]), ALONE)
     model.save_pretrained(folder / "alone")
     trainer = {"lr": RATE, "deepspeed": str(folder / "sgd.json"), "overrides": {}, **sections.pop("trainer")}
-    with closing(StubController(sharing(share, group))) as stub:
-        told = objective.model_dump(include={"type", "k", "discount"})
-        config = settings(models, folder / "run", stub.url, kind, objective=told, trainer=trainer, **sections)
-        ran(config)
-        (report,), (final,) = stub.told(StepReport), stub.told(FinalDigests)
-        assert final.digests == digests(config.run_dir / "final")
-        if config.weights.transport == "broadcast":
-            assert stub.receptions[-1].result().digests == final.digests
-    folders = models / kind, folder / "alone", config.run_dir / "final"
+    sections["objective"] = objective.model_dump(include={"type", "k", "discount"})
+    run_dir, shared = folder / "run", sharing(share, group)
+    stub, _ = trained(models, run_dir, kind, shared, trainer=trainer, **sections)
+    (report,), (final,) = stub.told(StepReport), stub.told(FinalDigests)
+    assert final.digests == digests(run_dir / "final")
+    if sections.get("weights") == {"transport": "broadcast"}:
+        assert stub.receptions[-1].result().digests == final.digests
+    folders = models / kind, folder / "alone", run_dir / "final"
     start, alone, launched = (load_file(place / "model.safetensors") for place in folders)
     assert start.keys() == alone.keys() == launched.keys()
     for name, before in start.items():

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 
 from served_app import at_url
+from table_engine import GatedEngine
 
 from sync.wire import TeacherInfo
 from sync.wire.claims import Claim
@@ -34,4 +35,8 @@ async def serving(
     limits = Limits(facts["max_length"], queue_tokens, 1 << 29, body_bytes, 4 * body_bytes)
     app = TeacherService(engine, TeacherInfo(**facts), config, limits, token=token, claim=claim).app
     async with app.router.lifespan_context(app), at_url(app, port=port) as url:
-        yield url
+        try:
+            yield url
+        finally:
+            if isinstance(engine, GatedEngine):
+                engine.gate.set()  # of a test that failed: nothing waits at it

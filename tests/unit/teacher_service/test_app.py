@@ -21,7 +21,7 @@ from sync.base.errors import Overloaded, RemoteError, TooLarge, WireError
 from sync.wire import Scored, ScoreRefused, ScoreReply, ScoreRequest, ScoreSequence, Want, pack, unpack
 from sync.wire.client import Peer
 from sync.wire.server import BodyLimit
-from teacher_service.client import TeacherClient
+from teacher_service import batching
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
 from teacher_service.messages import scored
 
@@ -47,19 +47,24 @@ async def busy(peer: Peer, engine: GatedEngine, asked: ScoreSequence) -> asyncio
     return first
 
 
-async def test_every_score_equals_the_table() -> None:
+async def test_every_score_equals_the_table_at_its_temperature() -> None:
+    """log softmax(log q / T); hidden states have none."""
     asked = sequence([1, 2, 3, 4], 2, [[0, -1], [5, 4]])
     async with serving(TableEngine(TABLE)) as url, Peer(url) as peer:
-        (scores,) = await score(peer, asked, topk=3, entropy=True, hidden=True)
+        (scores,) = await score(peer, asked, topk=3, entropy=True, hidden=True, temperature=0.7)
         head = await peer.call("/v1/head", None, wire.Head)
-    rows = TABLE[[2, 3]]
+    rows = TABLE[[2, 3]] / 0.7
+    rows -= np.log(np.exp(rows).sum(1, keepdims=True))
     best = np.argsort(-rows, axis=1)[:, :3]
-    np.testing.assert_array_equal(unpack(scores.logprob), [TABLE[2, 3], TABLE[3, 4]])
     np.testing.assert_array_equal(unpack(scores.topk_ids), best)
-    np.testing.assert_array_equal(unpack(scores.topk_logprob), np.take_along_axis(rows, best, 1))
-    np.testing.assert_array_equal(unpack(scores.gathered), [[TABLE[2, 0], 0], [TABLE[3, 5], TABLE[3, 4]]])
-    np.testing.assert_allclose(unpack(scores.entropy), -(np.exp(rows) * rows).sum(1), atol=1e-6)
-    np.testing.assert_allclose(unpack(scores.hidden) @ unpack(head.weight).T, rows, atol=1e-6)
+    for name, expected in {
+        "logprob": [rows[0, 3], rows[1, 4]],
+        "topk_logprob": np.take_along_axis(rows, best, 1),
+        "gathered": [[rows[0, 0], 0], [rows[1, 5], rows[1, 4]]],
+        "entropy": -(np.exp(rows) * rows).sum(1),
+    }.items():
+        np.testing.assert_allclose(unpack(getattr(scores, name)), expected, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(unpack(scores.hidden) @ unpack(head.weight).T, TABLE[[2, 3]], atol=1e-6)
 
 
 async def test_bad_sequences_are_refused_one_by_one_in_the_order_asked() -> None:
@@ -71,23 +76,6 @@ async def test_bad_sequences_are_refused_one_by_one_in_the_order_asked() -> None
     assert isinstance(second, Scored)
     assert "65 tokens" in third.error
     assert isinstance(alone, ScoreRefused)
-
-
-async def test_a_full_teacher_answers_429_with_retry_after_and_413_to_what_could_never_fit() -> None:
-    engine, asked = GatedEngine(TABLE, 64), sequence([1] * 20)
-    body = wire.encode(ScoreRequest(sequences=[asked]))
-    async with serving(engine, queue_tokens=30) as url, Peer(url) as peer, client() as http:
-        first = await busy(peer, engine, asked)
-        refusal = await http.post(f"{url}/v1/score", content=body)
-        assert refusal.status_code == 429
-        assert float(refusal.headers["retry-after"]) > 0
-        with pytest.raises(Overloaded):
-            await peer.once("/v1/score", body, 600)
-        assert (await http.get(f"{url}/health")).status_code == 200
-        engine.gate.set()
-        assert len(await first) == len(await score(peer, asked)) == 1
-        with pytest.raises(RemoteError, match="413: 40 tokens pass queue_tokens = 30"):
-            await score(peer, asked, asked)
 
 
 async def test_a_body_that_is_too_long_is_refused_with_the_reason_while_it_is_sent() -> None:
@@ -113,6 +101,20 @@ async def test_work_past_its_deadline_or_of_a_caller_that_left_is_not_done() -> 
         await first
         await score(peer, asked)
     assert engine.sequences == 2
+
+
+async def test_an_engine_that_does_not_come_back_is_told_at_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = GatedEngine(TABLE, 64)
+    async with serving(engine) as url, Peer(url) as peer, client(base_url=url) as http:
+        first = await busy(peer, engine, sequence([1, 2]))
+        assert (await http.get("/health")).status_code == 200
+        monkeypatch.setattr(batching, "STALLED_SECONDS", 0.0)
+        stalled = await http.get("/health")
+        assert stalled.status_code == 503
+        assert stalled.json()["error"].endswith("restart this process")
+        engine.gate.set()
+        await first
+        assert (await http.get("/health")).status_code == 200
 
 
 async def held_tokens(url: str, expected: int) -> None:
@@ -141,8 +143,6 @@ def test_replies_keep_half_precision_only_for_lists() -> None:
     logprob = np.array([-1.1], np.float32)
     half = scored("a", EngineScores(logprob, np.array([[3]], np.int32), logprob[None]), "f2")
     assert (half.logprob.dtype, half.topk_logprob.dtype) == ("f4", "f2")
-    body = wire.encode(ScoreReply(results=[half]))
-    assert wire.decode(body, ScoreReply).results == [half]
 
 
 def generation(*prompts: list[int], max_tokens: int = 6, seed: int = 3, **more: Any) -> Any:
@@ -164,26 +164,6 @@ async def test_a_completion_has_the_tables_log_probabilities_and_depends_on_its_
         assert (completion.finish_reason == "stop") == (ids[-1] == 5)
         assert len(ids) == 7 or ids[-1] == 5
     assert alone.token_ids == both[1].token_ids != other.token_ids
-
-
-async def test_scores_are_of_the_temperature_that_is_asked_for_or_refused() -> None:
-    """Against the table: log softmax(log q / T)."""
-    ids, temperature = np.array([3, 1, 4, 1], np.int32), 0.7
-    one = ScoreSequence("a", pack(ids), 1)
-    logq = TABLE[ids[:-1]] / temperature
-    logq -= np.log(np.exp(logq).sum(1, keepdims=True))
-    async with serving(TableEngine(TABLE)) as url, TeacherClient("t", [url]) as client:
-        ((warm,), _) = await client.score([one], Want(topk=2, temperature=temperature))
-        np.testing.assert_allclose(unpack(warm.logprob), logq[np.arange(3), ids[1:]], atol=1e-5)
-        np.testing.assert_allclose(unpack(warm.topk_logprob), -np.sort(-logq, 1)[:, :2], atol=2e-3)
-        with pytest.raises(RemoteError, match=r"temperature is 0\.0, it must be >= 0\.001"):
-            await client.score([one], Want(temperature=0.0))
-    engine = TableEngine(TABLE)
-    engine.engine_info = replace(engine.engine_info, can=("topk",))
-    async with serving(engine) as url, TeacherClient("t", [url]) as client:
-        assert isinstance((await client.score([one], Want())).results[0], Scored)
-        with pytest.raises(RemoteError, match="cannot give 'temperature'"):
-            await client.score([one], Want(temperature=temperature))
 
 
 async def test_an_engine_that_has_no_head_or_cannot_generate_says_so() -> None:
@@ -216,7 +196,6 @@ class LyingEngine(TableEngine):
 @pytest.mark.parametrize(
     ("column", "value", "field"),
     [
-        ("logprob_C", np.nan, "logprob"),
         ("logprob_C", 3.0, "logprob"),
         ("topk_ids_CK", V, "topk_ids"),
         ("topk_ids_CK", 0, "topk_ids"),
@@ -256,21 +235,15 @@ async def read(gate: BodyLimit, options: Request) -> bytes:
         return body
 
 
-async def test_a_body_counts_until_its_request_is_answered_and_not_after() -> None:
-    gate = BodyLimit(request_limit=10, total=12)
-    for _ in range(5):
-        async with gate.read(request_of(b"12345", b"678")) as first:
-            assert first == b"12345678"
-            assert await read(gate, request_of(b"1234")) == b"1234"
-            with pytest.raises(Overloaded):
-                await read(gate, request_of(b"12345"))
-
-
-async def test_a_body_that_is_too_long_or_cut_is_refused_and_leaves_nothing_behind() -> None:
+async def test_a_body_counts_until_its_request_is_answered_and_one_that_is_refused_or_cut_does_not() -> None:
     gate = BodyLimit(request_limit=10, total=12)
     for _ in range(5):
         with pytest.raises(TooLarge, match="longer than 10 bytes"):
             await read(gate, request_of(b"123456", b"123456", b"123456"))
         with pytest.raises(WireError, match="left before"):
             await read(gate, request_of(b"123456", leaves=True))
-    assert await read(gate, request_of(b"1234567890")) == b"1234567890"
+        async with gate.read(request_of(b"12345", b"678")) as first:
+            assert first == b"12345678"
+            assert await read(gate, request_of(b"1234")) == b"1234"
+            with pytest.raises(Overloaded):
+                await read(gate, request_of(b"12345"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from sync.base import memory
 from sync.base.errors import ConfigError
-from teacher_service.config import CAPABILITIES, ENGINES, TeacherConfig
+from teacher_service.config import CAPABILITIES, TeacherConfig
 from teacher_service.engines.base import EngineInfo
 from teacher_service.limits import limits, token_bytes
 
@@ -81,8 +80,3 @@ def test_a_container_limits_memory_too(tmp_path: Path, monkeypatch: pytest.Monke
     for limit, left_and_total in limits.items():
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         assert memory.memory(tmp_path) == left_and_total
-
-
-def test_every_engine_has_a_file_with_what_loads_it() -> None:
-    for name in ENGINES:
-        assert callable(import_module(f"teacher_service.engines.{name}").load)

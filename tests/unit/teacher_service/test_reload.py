@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import time
@@ -20,7 +19,6 @@ from waiting import until
 
 from sync.base.errors import ConfigError, StoreError, Unreachable
 from sync.wire import Version
-from teacher_service.batching import Batcher, Metrics, Outcome, Work
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import base, build, reload
 from teacher_service.engines.reload import FollowingEngine, GpuSlot, GpuSlotsConfig, IdleUnloadEngine
@@ -138,6 +136,7 @@ def test_the_teacher_that_was_used_the_longest_time_ago_makes_room(tmp_path: Pat
     first, second = (idle(loads, slot_in(tmp_path, 2)) for _ in range(2))
     for engine in (first, second, first):
         score(engine)
+    os.utime(tmp_path / "slot-0", (0, 0))  # the clock was set back before that use: it decides nothing
     third = idle(loads, slot_in(tmp_path, 2))
     assert [engine._engine is not None for engine in (first, second, third)] == [True, False, True]
     score(second)
@@ -171,24 +170,6 @@ def test_a_slot_is_kept_as_long_as_loading_took(tmp_path: Path) -> None:
     assert slot.wanted
     slot.leave()
     assert not slot._taken
-
-
-def test_which_slot_was_used_last_is_told_by_no_clock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second, third = (slot_in(tmp_path, 2) for _ in range(3))
-    first.take()
-    second.take()
-    first.used()
-    os.utime(tmp_path / "slot-0", (0, 0))  # the clock was set back before that use
-
-    def meanwhile(_: float) -> None:
-        assert [path.name for path in tmp_path.glob("*.wanted")] == ["slot-1.wanted"]
-        second.leave()
-
-    monkeypatch.setattr(reload, "time", SimpleNamespace(sleep=meanwhile))
-    third.take()
-    assert third._taken
 
 
 def test_a_slot_that_was_given_up_goes_to_whoever_requested_it(
@@ -233,34 +214,23 @@ def test_generation_keeps_the_model_and_the_slot_to_its_end(tmp_path: Path) -> N
     assert (first._engine is None, other._engine is None) == (True, False)
 
 
-async def test_a_load_that_fails_later_refuses_no_sequence_and_the_next_request_loads_again() -> None:
-    loads, disk_fails = Loads(), False
+def test_a_load_that_fails_later_is_no_fault_of_the_work_and_the_next_request_loads_again() -> None:
+    loads, problems = Loads(), list[Exception]()
 
     def load() -> base.Engine:
-        engine = loads()
-        if disk_fails:
-            raise OSError("Stale file handle")
-        return engine
+        if problems:
+            raise problems.pop()
+        return loads()
 
     engine = idle(load)
-    batcher = Batcher(engine, batch_tokens=100, queue_tokens=100, metrics=Metrics())
-    batcher.start()
-
-    async def outcomes() -> list[Outcome]:
-        with batcher.submit([Work(ITEM, base.ScoreOptions())] * 3) as futures:
-            return list(await asyncio.gather(*futures))
-
-    engine._idle_seconds, disk_fails = 0.0, True
+    before = score(engine)
+    problems.append(OSError("Stale file handle"))
+    engine._idle_seconds = 0.0
     wait_until_unloaded(engine)
-    engine._idle_seconds = 60
-    failed = await outcomes()
-    assert all(isinstance(one, Unreachable) for one in failed)
-    assert "cannot be loaded again (OSError: Stale file handle)" in str(failed[0])
-    assert loads.loaded == 2, "it is not loaded for each half of the batch"
-    assert batcher.healthy
-    disk_fails = False
-    assert all(isinstance(one, base.EngineScores) for one in await outcomes())
-    await batcher.stop()
+    engine._idle_seconds = 60.0
+    with pytest.raises(Unreachable, match=r"cannot be loaded again \(OSError: Stale file handle\)"):
+        score(engine)
+    assert score(engine) == before
 
 
 def test_a_load_that_fails_gives_its_slot_back(tmp_path: Path) -> None:

@@ -114,8 +114,8 @@ def logprobs_from_head(engine: TransformersEngine, scores: base.EngineScores) ->
     return logits - np.log(np.exp(logits).sum(1, keepdims=True))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-@pytest.mark.parametrize("sizes", [{}, {"head_chunk": 3}, {"batch_tokens": 20, "head_chunk": 3}], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("sizes", [{}, {"batch_tokens": 20, "head_chunk": 3}], ids=str)
 def test_every_score_equals_that_of_a_plain_forward_pass(qwen: Any, sizes: Any, temperature: float) -> None:
     engine = TransformersEngine(qwen, VOCAB, TeacherConfig(path="m", **sizes))
     check_against_plain(qwen, engine, 1e-5 if temperature == 1 else 2e-5, temperature)
