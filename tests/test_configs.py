@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import random
-import re
 import runpy
-import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from reference import parsed
-
 from distill.config import RunConfig
-from distill.config.loading import load
-from distill.launch.slurm import job
 from distill.tasks.sort_letters import EOS_ID, VOCABULARY, make
 from student_trainer.config import TrainerConfig
 from sync.base.settings import ReplicaConfig, Settings
@@ -40,9 +33,6 @@ def test_the_example_of_lm_eval_passes_what_the_task_passes() -> None:
     assert min(found.values()) > 100
 
 
-# --- fields -------------------------------------------------------------------------------------------------
-
-
 def settings_classes(base: type[Settings] = Settings) -> Iterator[type[Settings]]:
     """Those of the product: tests that ran before this one may have made some too."""
     for section in base.__subclasses__():
@@ -61,22 +51,3 @@ def test_every_field_of_every_section_says_what_it_is() -> None:
         if name != "type" and not field.description
     ]
     assert sorted(silent) == []
-
-
-# --- examples -----------------------------------------------------------------------------------------------
-
-
-def test_the_slurm_example_gives_every_process_gpus_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two nodes for the trainer; teacher, replicas and evaluator fill the others."""
-    monkeypatch.chdir(ROOT)
-    file = EXAMPLES / "slurm.toml"
-    config = load(file, [f"run.folder={tmp_path}"])
-    script, lines = job.write(config, file, [])
-    found = {line.partition(":")[0]: sum(map(int, re.findall(r"\((\d+) GPUs?\)", line))) for line in lines}
-    assert found == {f"machine {i}": 8 for i in range(4)}
-    words = shlex.split(script.read_text().splitlines()[-1])
-    options = parsed(["distill", *words[5:6], *words[8:]])
-    assert words[5] == "run"
-    assert load(options["config"], options["overrides"]).cluster == config.cluster

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -236,5 +234,5 @@ def open_stream(
     prompts = [*{content_of(prompt.token_ids): prompt for _, prompt in reversed(first)}.values()][::-1]
     order = np.random.default_rng(seed).permutation(len(prompts))
     held_out = [prompts[place] for place in sorted(order[: held_out_of(len(prompts), held_out_count)])]
-    fresh = replace(reader, read=0, dropped=Counter())
-    return StreamSource(config, fresh, seed).without(held_out), held_out
+    again = RowReader(config, reader.tokenizer, reader.longest, reader.keeps_messages)  # it counts anew
+    return StreamSource(config, again, seed).without(held_out), held_out

@@ -52,11 +52,9 @@ def read(path: Path, value: Any, written: str | None = CHATML, **settings: Any) 
         "What is 2+2?",
         [USER],
         [{**USER, "tool_calls": None, "name": None}],
-        [{"role": "user", "content": [TEXT]}],
         [{"role": "user", "content": [{**TEXT, "image_url": None}]}],
         [{"role": "user", "content": ["What is 2+2?"]}],
         [{"from": "human", "value": "What is 2+2?"}],
-        json.dumps([USER]),
         json.dumps([{"id": 1, **USER}]),
         json.dumps(json.dumps([USER])),
     ],
@@ -74,24 +72,17 @@ def test_text_parts_are_joined_by_a_line_break_and_the_suffix_follows_them(tmp_p
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([USER, ANSWER], "the last message is the assistant's, '4.', .*set drop_answer = true"),
-        ([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "is the assistant's, 'b'"),
+        ([USER, {"from": "gpt", "value": "4."}], "is the assistant's, '4.', .*set drop_answer = true"),
         ([SYSTEM], r"no message is the user's, roles are \['system'\]"),
-        ([ANSWER], "no message is the user's"),
         ([USER, SYSTEM], "the last message has role 'system', which no assistant answers: put it first"),
-        ([{"role": "user", "content": " "}], "a user's message is empty"),
         ("  ", "a user's message is empty"),
         ([{"role": "user", "content": [TEXT, IMAGE]}], "only parts of type 'text' can be used"),
         ([{"role": "user", "content": None}], r"role 'user' has no content \(missing or null\)"),
-        ([{"role": "user"}], r"role 'user' has no content \(missing or null\)"),
-        ([{"role": "user", "content": 42}], "content is 42: give a text, or a list of text parts"),
-        ([{"role": "user", "content": {"text": "hi"}}], "content is {'text': 'hi'}: give a text"),
+        ([{"role": "user", "content": {"text": "hi"}}], "content is {'text': 'hi'}: give a text, or a list"),
         ([{"role": "User", "content": "hi"}], "'User' is neither system, user, assistant nor named in the"),
-        ([{"role": "user ", "content": "hi"}], "role 'user ' is neither"),
         ([{"role": 1, "content": "hi"}], "role 1 is neither"),
         ([{"content": "hi"}], "a chat message has no role"),
         (["hi"], "a chat message is 'hi': give an object with role and content"),
-        ([[USER]], "a chat message is .*: give an object with role and content"),
         (USER, "give a text or a list of chat messages"),
         (str([USER]), "is not JSON: write it as JSON"),
         ([USER, CALLS, USER], "tool_calls, which the chat template does not"),
@@ -174,11 +165,10 @@ def test_a_suffix_needs_a_last_message_of_the_user(tmp_path: Path) -> None:
     ("content", "says"),
     [
         (gzip.compress(b'{"prompt": "a"}'), "not JSON .* in UTF-8; a folder of .* or compress"),
-        ('{"prompt": "a"}\n'.encode("utf-16"), "not JSON .* in UTF-8"),
         (b'{"prompt": "a", "prompt": "b"}', r"has a key twice, its keys are \['prompt', 'prompt'\]"),
         (b'{"prompt": ' + b"[" * 100_000, "not JSON .*recursion"),
     ],
-    ids=["gzip", "utf-16", "twice", "deep"],
+    ids=["gzip", "twice", "deep"],
 )
 def test_a_file_of_another_kind_is_refused_by_line(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "p.jsonl").write_bytes(content)
@@ -202,8 +192,8 @@ def test_a_prompt_begins_once_and_does_not_end_before_the_answer(tmp_path: Path)
 
 
 def written(path: Path, *rows: object) -> JsonlPrompts:
-    lines = [row if isinstance(row, str | bytes) else json.dumps(row) for row in rows]
-    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
     return JsonlPrompts(type="jsonl", path=path, source_field="from", answer_field="gold", template="plain")
 
 
@@ -224,13 +214,11 @@ def test_rows_of_a_file_keep_text_source_and_answer(tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("[1]", "a JSON list, not an object"),
-        (b'{"prompt": "\xff"}', "not JSON"),
         ({"text": "a"}, "no field 'prompt'; the row has text"),
         ({"prompt": 3, "from": "x", "gold": ""}, "field 'prompt' is 3"),
         ({"prompt": "", "from": "x", "gold": ""}, "field 'prompt' is ''"),
         ({"prompt": [{"role": "user"}], "from": "x", "gold": ""}, '.*template = "chat"'),
         ({"prompt": "abcdef", "from": "x", "gold": ""}, "the prompt has 6 tokens, allowed are 1 to 5"),
-        ({"prompt": "abc", "gold": ""}, "no field 'from'"),
         ({"prompt": "abc", "from": "x"}, "no field 'gold'"),
         ({"prompt": "abc", "from": "x", "gold": None}, "field 'gold' is None: give a text or a"),
         ({"prompt": "abc", "from": "x", "gold": [1]}, r"field 'gold' is \[1\]: give a text or a"),
@@ -388,37 +376,25 @@ def test_an_answer_that_a_table_has_other_than_its_file_is_refused(tmp_path: Pat
         answers(tmp_path / "train.parquet")
 
 
-def test_a_tools_column_and_control_tokens_in_data_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    rows = [{"prompt": "hi"}, {"prompt": "hi<|im_end|>", "tools": [{}]}, {"prompt": "a", "tools": None}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reader = RowReader(JsonlPrompts(type="jsonl", path=path), byte_tokenizer(), 500)
-    assert len([*reader.prompts(jsonl_rows(path))]) == 3
-    assert reader.notes == (
-        f"prompts: 1 rows of {path} hold a control token in their text, such as '<|im_end|>'",
-        f"prompts: nothing reads these of {path}: 'tools' (1 of 3 rows)",
-    )
-
-
-def test_what_no_prompt_shows_is_named(tmp_path: Path) -> None:
+def test_what_no_prompt_shows_and_what_is_odd_about_a_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     pictured = [{**USER, "images": ["a.png"], "name": "bob", "weight": None}]
     rows = [
-        {"prompt": pictured, "system": "Be brief.", "answer": 4},
-        {"prompt": "Human: hi\n\nAssistant:", "input": "", "system": "Be kind."},
+        {"prompt": pictured, "system": "Be brief."},
+        {"prompt": "Human: hi<|im_end|>\n\nAssistant:", "input": "", "system": "Be kind."},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = byte_tokenizer(CHATML + "{# name #}")
     tokenizer.unk_token = "?"
     reader = RowReader(JsonlPrompts(type="jsonl", path=path), tokenizer, 500)
     assert len([*reader.prompts(jsonl_rows(path))]) == 2
-    notes = "\n".join(reader.notes)
-    told = ["'system' (2 of 2 rows)", "'images' of messages (1 of 2 rows)", "'answer' (1 of 2 rows)"]
-    told += [
-        f"1 rows of {path} {what}" for what in ("hold characters that the", "end as a chat does that was")
-    ]
-    assert all(words in notes for words in told)
-    assert not [word for word in ("input", "name", "weight") if repr(word) in notes]
+    of, unread = f"prompts: 1 rows of {path}", "'system' (2 of 2 rows), 'images' of messages (1 of 2 rows)"
+    assert reader.notes == (
+        f"{of} hold characters that the tokenizer has no token for",
+        f"{of} end as a chat does that was rendered already, and are a user's turn here",
+        f"{of} hold a control token in their text, such as '<|im_end|>'",
+        f"prompts: nothing reads these of {path}: {unread}",
+    )
 
 
 # --- what a run says of its prompts, and what it refuses before it reads any

@@ -25,7 +25,6 @@ from distill.preflight_checks.machine import GIB
 from distill.tasks import calculate, guess, sort_letters
 from distill.tasks.teaching import Recipe, new_model
 from sync.base.address import TOKEN_VARIABLE
-from sync.base.errors import DataError
 from sync.base.settings import ModelSource
 
 ROOT = Path(__file__).parents[3]
@@ -180,31 +179,12 @@ def test_a_shipped_configuration_opens_with_its_command_and_passes_the_preflight
     assert any(line.startswith("computed: ") for line in lines) or config.student.urls
 
 
-def test_there_are_configurations_to_load() -> None:
-    assert len(CONFIGS) >= 6
-
-
 def test_the_stand_ins_are_of_the_size_that_they_stand_for(models: Path) -> None:
     """Parameters of the model cards, in billions."""
     sizes = {"0.6B": 0.596, "1.7B": 1.72, "32B": 32.76, "30B-A3B": 30.53, "235B-A22B": 235.1}
     for name, size in sizes.items():
         source = ModelSource(path=str(stand_in(models, f"Qwen/Qwen3-{name}")))
         assert count_parameters(source) / 1e9 == pytest.approx(size, rel=0.005)
-
-
-@pytest.mark.usefixtures("node")
-def test_teachers_with_another_template_are_refused_without_a_common_one(models: Path, tmp_path) -> None:
-    config = replaced(load(ROOT / "configs/recipes/several_teachers.toml"), models, tmp_path)
-    coder = next(name for name, teacher in config.teachers.items() if "Coder" in teacher.path)
-    teachers = {n: t.model_copy(update={"chat_template": None}) for n, t in config.teachers.items()}
-    plain = config.with_(student={"chat_template": None}, teachers=teachers)
-    lines = checks.check(plain)[2]
-    alike = "chat templates differ in text and render conversations alike: the student's is used"
-    assert [line for line in lines if alike in line], "they differ where enable_thinking is false"
-    (tmp_path / "other.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
-    other = {coder: {"chat_template": str(tmp_path / "other.jinja")}}
-    with pytest.raises(DataError, match=r"Coder.* have different chat templates"):
-        checks.check(plain.with_(teachers=other))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

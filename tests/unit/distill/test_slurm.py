@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from ports import free_port
+from reference import parsed
 from small_config import make_config
 from waiting import until
 
@@ -357,10 +358,11 @@ def test_the_script_of_a_job_says_what_the_configuration_says(slurm, tmp_path: P
         *("--account=acme", f"--chdir={tmp_path}", "--requeue", "--signal=B:USR1@131"),
         *("--open-mode=append", "--constraint=h100"),
     ]
+    command = [str(tmp_path / "run.toml"), "--set", "run.steps=7"]
     assert last_line(written) == [
-        *("exec", sys.executable, "-P", "-m", job.MODULE, job.RUN, str(tmp_path / "runs/run")),
-        *("--", str(tmp_path / "run.toml"), "--set", "run.steps=7"),
+        *("exec", sys.executable, "-P", "-m", job.MODULE, job.RUN, str(tmp_path / "runs/run"), "--", *command)
     ]
+    assert parsed(["distill", "run", *command])["overrides"] == ["run.steps=7"]
     text = written.read_text()
     assert text.index("trap '' USR1") < text.index("module load cuda") < text.index("exec ")
     token = folder / "token"
@@ -378,9 +380,11 @@ def test_a_token_that_is_set_is_kept(slurm, tmp_path: Path, monkeypatch) -> None
     text = job.write(on_slurm(tmp_path, {}), Path("run.toml"), [], out=tmp_path / "out")[0].read_text()
     assert f"export DISTILL_TOKEN_FILE={tmp_path}/mine\n" in text
     assert not (tmp_path / "out/token").exists()
+    monkeypatch.delenv("DISTILL_TOKEN_FILE")
     monkeypatch.setenv("DISTILL_TOKEN", "in the environment, which sbatch keeps")
     text = job.write(on_slurm(tmp_path, {}), Path("run.toml"), [], out=tmp_path / "out")[0].read_text()
-    assert "DISTILL_TOKEN" not in text or "mine" in text
+    assert "DISTILL_TOKEN" not in text
+    assert not (tmp_path / "out/token").exists()
 
 
 def test_replicas_on_a_partition_of_their_own_are_an_array(slurm, tmp_path: Path) -> None:

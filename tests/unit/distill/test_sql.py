@@ -57,14 +57,7 @@ QUESTIONS = {
     ],
     "SELECT reason, count(*) FROM requeue GROUP BY reason": [("replica_lost", 1)],
     "SELECT count(*), count(kept) FROM rollout WHERE status = 'batched'": [(6, 0)],
-    "SELECT max(age), bound FROM trained_age GROUP BY lineage": [(1, 1), (1, 1)],
     "SELECT rollout, reverse_kl FROM sample": [("b", 4.0)],
-    "SELECT step, group_concat(rollout, ' ') FROM member JOIN path USING (lineage, step) GROUP BY step": [
-        (0, "a b"),
-        (1, "c d"),
-        (2, "e f"),
-    ],
-    "SELECT version_name(lineage, step) FROM batch WHERE lineage = 1": [("L001-v00000002",)],
 }
 
 
@@ -104,9 +97,6 @@ def test_without_a_question_tables_and_columns_are_listed(run: sqlite3.Connectio
     "question",
     [
         "DELETE FROM rollout",
-        "INSERT INTO step VALUES (0, 1)",
-        "UPDATE rollout SET tokens = 0",
-        "DROP TABLE rollout",
         "CREATE TEMP TABLE x AS SELECT 1",
         "PRAGMA user_version = 9",
         "ATTACH 'other.db' AS other",

@@ -27,16 +27,19 @@ def tree() -> Lineages:
         (Version(1, 50), 1, 50),
         (Version(0, 45), 1, 45),  # trained on the batches that lineage 1 replays: the same weights
         (Version(0, 49), 1, 47),  # left behind: counts as the branching point
-        (Version(0, 30), 2, 20),
         (Version(1, 45), 2, 20),
         (Version(2, 30), 1, 20),
-        (Version(1, 45), 0, 45),
         (Version(1, 60), 0, 47),
         (Version(9, 5), 0, 0),
     ],
 )
 def test_a_version_counts_up_to_where_the_ways_part(tree, version: Version, lineage: int, step: int) -> None:
     assert tree.step_in(version, lineage) == step
+
+
+def test_of_several_common_ancestors_the_nearest_counts(tree: Lineages) -> None:
+    tree.add(Lineage(3, 50, 1, 55))
+    assert [tree.step_in(version, 3) for version in (Version(1, 60), Version(0, 50))] == [55, 47]
 
 
 def test_batches_belong_to_who_formed_them(tree: Lineages) -> None:
@@ -52,18 +55,10 @@ def test_a_trainer_takes_over_the_newest_lineage_that_holds_its_checkpoint(tree:
     assert tree.origin_of(Version(2, 25)) == 2
 
 
-def test_lineages_without_a_common_start_share_the_model_folder_alone() -> None:
-    lineages = Lineages([Lineage(0, 0, None, 0), Lineage(1, 0, 0, 0)])
-    assert lineages.step_in(Version(0, 7), 1) == 0
-
-
 @pytest.mark.parametrize(
     ("applied", "depth", "handed_out", "outstanding", "room"),
     [
         (0, 0, 0, 0, 8),  # synchronous: one batch at the start
-        (0, 0, 8, 0, 0),  # … and nothing until the next version is applied
-        (1, 0, 8, 0, 8),
-        (0, 4, 0, 0, 40),
         (3, 4, 40, 20, 4),
         (0, 4, 48, 0, 0),
         (1, 1.5, 16, 3, 9),  # of a depth of one and a half batches, 4 rollouts are of the half

@@ -45,15 +45,7 @@ def test_exactly_the_answers_that_take_an_end_each_time_pass() -> None:
     assert "dbkmz" not in passing
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *map(ids, ["bdkm", "bdkmzz", "bdkmzb", "", "bdkm>", "abdkmz"]),
-        ids("bdkmz")[:-1],
-        ids("bdkmz") + [EOS_ID],
-        [],
-    ],
-)
+@pytest.mark.parametrize("answer", [ids("bdkm"), ids("bdkmzz"), [*ids("bdkmz", end=False), 0], []])
 def test_what_leaves_out_repeats_adds_or_does_not_end_once_fails(answer: list[int]) -> None:
     assert not TASK.reward(prompt_of("kdzmb>"), answer)
 
@@ -101,8 +93,6 @@ def test_the_tokenizer_gives_one_token_a_character_and_adds_none() -> None:
 def test_a_task_is_found_by_name_and_a_missing_one_is_named() -> None:
     assert tasks.load("sort_letters").prompt(0, 0) == TASK.prompt(0, 0)
     assert tasks.load("distill.tasks.sort_letters").prompt(0, 0) == TASK.prompt(0, 0)
-    with pytest.raises(ConfigError, match=r"'sudoku' cannot be loaded"):
-        tasks.load("sudoku")
     with pytest.raises(ConfigError, match=r"'distill\.config' cannot be loaded"):
         tasks.load("distill.config")
     with pytest.raises(ConfigError, match=r"prompts\.options do not fit"):
@@ -164,7 +154,6 @@ def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("text", "token_ids", "problem"),
     [
-        ("kd", [*ids("kd"), EOS_ID], r"ends with the end token '<eos>'"),
         ("kd", [4, len(VOCABULARY)], r"holds id \d+, for which the tokenizer has no token"),
         ("kd", [], r"it has 0 tokens, allowed are 1 to 3"),
         ("kdzk", None, r"it has 4 tokens, allowed are 1 to 3"),
@@ -241,7 +230,7 @@ def test_no_held_out_puzzle_is_ever_trained_on(tokenizer: Any) -> None:
 
 def test_partial_credit_is_the_reward_of_a_prompt_of_its_source(tokenizer: Any) -> None:
     prompt = TaskSource("reasoning_gym", task(tokenizer), 1, tokenizer)[4]
-    assert reference(prompt) == reference(task(tokenizer).prompt(1, 4))
+    assert (prompt.id, reference(prompt)) == ("4", reference(task(tokenizer).prompt(1, 4)))
     assert tokenizer.decode(prompt.token_ids).endswith("<|im_start|>assistant\n")
     around = f"It is {reference(prompt)}, I think"
     texts = [reference(prompt), around, ""]

@@ -33,8 +33,6 @@ from sync.base.errors import ConfigError
 from sync.base.jsonl import JsonLines
 from sync.wire import RunIdentity
 
-TABLE = "samples.nrows"
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
@@ -70,32 +68,9 @@ def logged(records: list[dict[str, Any]], figure: str) -> list[tuple[Any, Any]]:
     return [(row.get("step"), row[figure]) for row in rows if figure in row]
 
 
-def test_figures_have_the_step_as_axis_and_samples_become_a_table(run: Any) -> None:
-    def use(sink: Wandb) -> None:
-        for step in (1, 2):
-            sink.log(step, {"train/reverse_kl": 1 / step})
-
-    found = recorded(run, use)
-    (started,) = of("run", found)
-    assert started["run_id"] == f"{run.run.name}-0123abcd"
-    assert (started["run_group"], started["tags"], started["notes"]) == ("trials", ["a"], "first")
-    config = started["config"]["update"]
-    assert config["versions"]["torch"] == torch.__version__
-    assert config["git"] == git_state()
-    metrics = of("metric", found)
-    axes = {metric["glob_name"]: metric["step_metric"] for metric in metrics if "glob_name" in metric}
-    assert axes == {f"{section}/*": "step" for section in SECTIONS}
-    (kl,) = (metric for metric in metrics if metric.get("name") == "eval/reverse_kl")
-    assert (kl["step_metric"], kl["summary"]) == ("step", {"min": True, "last": True})
-    assert logged(found, "train/reverse_kl") == [(1, 1.0), (2, 0.5)]
-    assert (logged(found, TABLE), logged(found, "samples.ncols")) == ([(None, 1)], [(None, 7)])
-    (file,) = run.run_dir.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
-    row = json.loads(file.read_text())["data"][0]
-    assert row[:4] == ["L000-v00000002", 1, 1.0, 0.5]
-    assert len(row[5]) == 2
-
-
-def test_samples_come_again_after_evaluations_alerts_at_once_and_the_report_at_the_end(run: Any) -> None:
+def test_figures_have_the_step_as_axis_samples_become_a_table_and_alerts_and_the_report_are_there(
+    run: Any,
+) -> None:
     metrics, spans = MetricsFile(run.run_dir / "metrics.jsonl"), JsonLines(run.run_dir / "timeline.jsonl")
     spans.write(Span("trainer", "train", 1.0, 2.0))
 
@@ -106,11 +81,27 @@ def test_samples_come_again_after_evaluations_alerts_at_once_and_the_report_at_t
         sink.alert("rolled back", "step 3: reverse_kl is 9")
 
     found = recorded(run, use)
+    (started,) = of("run", found)
+    assert started["run_id"] == f"{run.run.name}-0123abcd"
+    assert (started["run_group"], started["tags"], started["notes"]) == ("trials", ["a"], "first")
+    config = started["config"]["update"]
+    assert config["versions"]["torch"] == torch.__version__
+    assert config["git"] == git_state()
+    defined = of("metric", found)
+    axes = {metric["glob_name"]: metric["step_metric"] for metric in defined if "glob_name" in metric}
+    assert axes == {f"{section}/*": "step" for section in SECTIONS}
+    (kl,) = (metric for metric in defined if metric.get("name") == "eval/reverse_kl")
+    assert (kl["step_metric"], kl["summary"]) == ("step", {"min": True, "last": True})
+    assert logged(found, "eval/reverse_kl") == [(step, 1 / step) for step in (1, 2, 3, 4)]
+    every = [(None, 1)] * 3, [(None, 7)] * 3  # after every second evaluation, and at the end
+    assert (logged(found, "samples.nrows"), logged(found, "samples.ncols")) == every
+    *_, file = run.run_dir.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
+    row = json.loads(file.read_text())["data"][0]
+    assert row[:4] == ["L000-v00000002", 1, 1.0, 0.5]
+    assert len(row[5]) == 2
     (alert,) = of("alert", found)
     said = [alert[key] for key in ("title", "text", "level")]
     assert said == ["rolled back", "step 3: reverse_kl is 9", "WARN"]
-    assert logged(found, "eval/reverse_kl") == [(step, 1 / step) for step in (1, 2, 3, 4)]
-    assert len(logged(found, TABLE)) == 3, "after every second evaluation, and at the end"
     (picture,) = run.run_dir.glob("wandb/offline-run-*/files/media/images/report_*.png")
     assert picture.read_bytes() == (run.run_dir / "report.png").read_bytes()
 
@@ -194,29 +185,24 @@ def test_a_wandb_server_that_is_not_there_leaves_the_run_to_be_recorded_offline(
 
 
 @pytest.mark.parametrize(
-    ("file", "machine", "key", "mode"),
+    ("machine", "key", "mode"),
     [
-        (".netrc", "models.acme.test", "0" * 40, "online"),
-        ("_netrc", "models.acme.test", "0" * 40, "online"),
-        ("elsewhere", "models.acme.test", "0" * 40, "online"),
-        (".netrc", "models.acme.test", "malformed", "online"),
-        (".netrc", "wandb.other.test", "0" * 40, "offline"),
-        (".netrc", "\udcff", "0" * 40, "offline"),
-        ("none", "models.acme.test", "0" * 40, "offline"),
+        ("models.acme.test", "0" * 40, "online"),
+        ("models.acme.test", "malformed", "online"),
+        ("wandb.other.test", "0" * 40, "offline"),
+        ("\udcff", "0" * 40, "offline"),
     ],
 )
 def test_a_key_is_looked_for_where_wandb_keeps_it(
-    file: str, machine: str, key: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: str, key: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = SimpleNamespace(base_url="https://models.acme.test")
     monkeypatch.setattr("wandb.setup", lambda: SimpleNamespace(settings=settings))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("NETRC", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    if file == "elsewhere":
-        monkeypatch.setenv("NETRC", "~/elsewhere")
     text = f"machine {machine}\n  login user\n  password {key}\n"
-    (tmp_path / file).write_bytes(text.encode(errors="surrogateescape"))
+    (tmp_path / ".netrc").write_bytes(text.encode(errors="surrogateescape"))
     assert trackers.wandb_mode(make_config(tracking={"wandb": "online"})) == mode
 
 

@@ -138,10 +138,7 @@ def test_without_teachers_the_objective_is_the_reward_and_no_process_is_a_teache
     [
         ({"type": "rewards", "on_policy": 0.5}, "on_policy is not a known key: known of type 'rewards' are"),
         ({"type": "rewards", "teacher_temperature": "one"}, "teacher_temperature is not a known key"),
-        ({"type": "rewards", "forward": 1.0}, "forward is not a known key"),
-        ({"type": "rewards", "discount": 0.9}, "discount is not a known key"),
         ({}, 'type is "auto", which learns from a teacher, and there are none'),
-        ({"type": "topk"}, 'type is "topk", which learns from a teacher, and there are none'),
     ],
 )
 def test_what_needs_a_teacher_is_refused_by_its_key(objective: dict[str, Any], says: str) -> None:
