@@ -92,17 +92,18 @@ def settled(publishing: Publishing, version: Version) -> None:
     publishing.settle()
 
 
+@pytest.mark.parametrize("adapter_config", [None, '{"r": 2}'])
 def test_a_version_goes_to_the_replicas_that_are_left(
-    started: Started, caplog: pytest.LogCaptureFixture
+    started: Started, caplog: pytest.LogCaptureFixture, adapter_config: str | None
 ) -> None:
-    publishing, controller = started(dead=2, adapter_config='{"r": 2}')
+    publishing, controller = started(dead=2, adapter_config=adapter_config)
     settled(publishing, VERSION)
     assert [event.version for event in controller.reported if isinstance(event, Published)] == [VERSION] * 3
     for left in controller.receptions[:2]:
         with pytest.raises(SnapshotError, match="student-1: killed"):
             left.result()
     received = controller.receptions[-1].result()
-    assert (received.adapter_config, received.tensors.keys()) == ('{"r": 2}', TENSORS.keys())
+    assert (received.adapter_config, received.tensors.keys()) == (adapter_config, TENSORS.keys())
     assert all(torch.equal(received.tensors[name], tensor) for name, tensor in TENSORS.items())
     assert caplog.text.count("student-1: killed") == 2
 

@@ -348,7 +348,7 @@ def test_every_name_of_a_checkpoint_is_on_disk_before_latest_moves(
     ]
 
 
-@pytest.mark.parametrize("harm", ["flip", "drop", "cut"])
+@pytest.mark.parametrize("harm", ["flip", "drop", "repeat", "cut"])
 def test_a_change_to_any_line_but_the_last_is_detected(tmp_path: Path, harm: str) -> None:
     ledger = Ledger(tmp_path, Version(0, 0), None, 0)
     for step in (1, 2, 3):
@@ -359,6 +359,7 @@ def test_a_change_to_any_line_but_the_last_is_detected(tmp_path: Path, harm: str
         {
             "flip": first + one + two.replace(b"r2", b"r7") + three,
             "drop": first + two + three,
+            "repeat": first + one + one + two + three,
             "cut": first + one[:9] + b"\n" + two + three,
         }[harm]
     )

@@ -34,9 +34,10 @@ TWO_STEPS = ["step 0", "publish 1", "step 1", "publish 2"]
 
 
 def batch(step: int) -> TrainBatch:
-    """One rollout, whose second token is an environment's."""
+    """Two rollouts, apart; the first one's second token is an environment's."""
     rows = flat_rows([f"r{step}"], [[]], [[5, 6, 7]], own=pack(np.array([1, 0, 1], np.uint8)))
-    return TrainBatch(version=Version(0, step), denominator=1, micro_batches=[rows])
+    parts = [rows, flat_rows([f"s{step}"], [[]], [[5, 6, 7]])]
+    return TrainBatch(version=Version(0, step), denominator=1, micro_batches=parts)
 
 
 class Story:
@@ -71,7 +72,7 @@ def test_a_step_is_trained_recorded_published_saved_and_then_reported(tmp_path: 
     assert story.lines == [*TWO_STEPS, "save 2"]
     assert story.reported() == ["StepReport 1", "CheckpointSaved 2", "StepReport 2"]
     lineage = read(story.folder)[0]
-    assert (lineage.steps, lineage.tokens) == ({1: ["r0"], 2: ["r1"]}, {1: 2, 2: 2})
+    assert (lineage.steps, lineage.tokens) == ({1: ["r0", "s0"], 2: ["r1", "s1"]}, {1: 5, 2: 5})
     report = story.client.reported[0]
     assert list(report.seconds) == ["wait", "train", "publish", "checkpoint"]
     assert report.parts == {"forward": 0.5}
@@ -394,7 +395,7 @@ def test_rank_0_alone_votes_for_an_anchor(tmp_path: Path) -> None:
         (None, "the store was not collected: the store went away"),
     ],
 )
-def test_garbage_is_collected_behind_an_anchor_and_every_ten_minutes_at_most(
+def test_garbage_is_collected_every_ten_minutes_at_most_and_what_it_leaves_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, left: dict[str, str] | None, said: str
 ) -> None:
     going_on = threading.Event()

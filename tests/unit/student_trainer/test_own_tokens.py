@@ -42,6 +42,7 @@ CONFIGS: tuple[ObjectiveConfig, ...] = (
     objectives.StudentTopK(k=K, discount=0.5),
     objectives.ForwardTopK(k=K),
     Full(task=TaskReward(), coefficient=2.0),
+    objectives.SkewReverse(alpha=0.2),
     objectives.SFT(),
     Sampled(max_supervised_tokens=3, discount=0.9),
 )

@@ -17,10 +17,9 @@ SHAPES = [{"a": (3, 5), "b": (1,)}, {"c": (7,)}]
 
 
 def wholes(seed: float) -> list[dict[str, Tensor]]:
-    return [
-        {name: seed + torch.arange(torch.Size(shape).numel()) for name, shape in group.items()}
-        for group in SHAPES
-    ]
+    """None has a number that another one begins with."""
+    sizes = [{name: torch.Size(shape).numel() for name, shape in group.items()} for group in SHAPES]
+    return [{name: seed + torch.arange(n, 2 * n) for name, n in group.items()} for group in sizes]
 
 
 def flat(ranks: int, rank: int, seed: float) -> list[Tensor]:
@@ -67,7 +66,7 @@ def test_flat_groups_may_differ_from_the_saved_ones() -> None:
     places = layout(SHAPES, 2)
     state = rebuild(saved(2), [[places[name]] for name in "abc"], [0, 0, 1], Ranks(0, 1, torch.device("cpu")))
     assert [group["params"] for group in state["optimizer_state_dict"]["param_groups"]] == [[0, 1], [2]]
-    assert torch.equal(state["fp32_flat_groups"][2], torch.arange(7.0))
+    assert torch.equal(state["fp32_flat_groups"][2], torch.arange(7.0, 14.0))
 
 
 def test_a_state_that_cannot_be_cut_is_refused() -> None:

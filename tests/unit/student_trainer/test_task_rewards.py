@@ -15,8 +15,9 @@ from plain_step import ALONE
 from pydantic import ValidationError
 from torch import Tensor
 
+from student_trainer.objectives import config
 from student_trainer.objectives.config import Sampled, TaskReward
-from student_trainer.objectives.divergences import Targets, at, rewarded
+from student_trainer.objectives.divergences import Targets, build, rewarded
 from student_trainer.step import Rewards, advantages, rewards_of
 from sync.wire import Rows, TrainBatch, Version, pack
 
@@ -46,9 +47,10 @@ def credited(rows: Rows, tokens: int, task: TaskReward) -> Tensor:
 def gradient(token: Tensor, advantage: Tensor, chance: Tensor, task: TaskReward) -> Tensor:
     """Of Σ chance·rewarded in the logits."""
     leaf = THETA.clone().requires_grad_()
-    logp = at(leaf.log_softmax(0).expand(len(token), V), token)
+    logp_NV = leaf.log_softmax(0).expand(len(token), V)
     goal = Targets(token, MU[token], MU[token], token > 9, advantage_N=advantage)
-    (found,) = torch.autograd.grad((chance * rewarded(logp, goal, task.rho_cap, task.clip)).sum(), leaf)
+    loss_N, _ = build(config.Rewards(task=task))(logp_NV, goal)
+    (found,) = torch.autograd.grad(-(chance * loss_N).sum(), leaf)
     return found
 
 

@@ -103,6 +103,14 @@ def test_adapters_hand_on_where_rows_begin() -> None:
     assert check_rows(pupil, pupil, CPU) <= 1e-5
 
 
+@pytest.mark.parametrize(("mask", "sliding_window"), [(1, None), (None, 1), (1, 4)])
+def test_a_window_of_1_shows_a_token_itself_alone(mask: int | None, sliding_window: int | None) -> None:
+    """Whether it comes in the place of a mask, by its name, or as both, which then says less."""
+    query, key, value = torch.randn(3, 1, 2, 6, 8)
+    found, _ = row_attention(torch.nn.Module(), query, key, value, mask, sliding_window=sliding_window)
+    torch.testing.assert_close(found, value.transpose(1, 2))
+
+
 def test_rows_of_about_one_length_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """And long ones alone: about Σ l² products and not (Σ l)²."""
     sizes: list[tuple[int, int, int]] = []

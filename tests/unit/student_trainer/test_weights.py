@@ -124,13 +124,16 @@ def test_adapters_alone_are_trained_and_published(tmp_path: Path) -> None:
     pupil = Student(adapted, HeadShape(11), 8)
     assert check_head(pupil, pupil, torch.device("cpu")) < 0.1
     weights = Weights(adapted, ALONE)
-    assert all("lora_" in part.name for part in weights.slices)
     weights.save_folder(tmp_path / "out", NoTokenizer())
     written = json.loads((tmp_path / "out/adapter_config.json").read_text())
     trained = {"inference_mode": False, "target_modules": sorted(written["target_modules"])}
     assert json.loads(weights.adapter_config or "") == written | trained
     adapted.save_pretrained(tmp_path / "theirs")
     assert digests(tmp_path / "out") == digests(tmp_path / "theirs") == weights.digests()
+    assert fingerprint(tensors(tmp_path / "out")) == weights.fingerprint
+    saved, shards = bits(tensors(tmp_path / "out")), weights.snapshot()
+    assert {*saved} == {part.name for part in weights.slices}
+    assert all(np.array_equal(saved[name].ravel(), shards[name]) for name in saved)
 
 
 # --- checkpoint tensors as flat ranges of parameters --------------------------------------------------------
