@@ -105,7 +105,7 @@ SUPPORTS = [
 # --- checks -----------------------------------------------------------------------------------------------
 
 
-def test_policy_gradients_are_unbiased_for_every_behavior_and_support() -> None:
+def test_policy_gradients_and_credit_of_later_tokens_are_unbiased_for_every_behavior_and_support() -> None:
     behaviors, supports = (THETA.log_softmax(0), STALE, logits(7).log_softmax(0)), [*SUPPORTS, [2, -1, 4, -1]]
     losses, zero = (lib.sampled, lib.hybrid), torch.zeros_like(FUTURE)
     for loss, behavior, support, later in itertools.product(losses, behaviors, supports, (zero, FUTURE)):
@@ -242,8 +242,8 @@ def test_a_later_tokens_factor_is_capped_dropped_and_never_the_teachers() -> Non
 
 
 def test_objectives_rest_at_a_teacher_of_the_rollouts_temperature() -> None:
-    """θ is the teacher's own logits and p stands at 0.6: with q there too the gradient is 0, with q at 1 the
-    student would still move, away from its teacher."""
+    """θ is the teacher's own logits and p stands at 0.6: with q there too loss and gradient are 0, with q
+    at 1 the student would still move, away from its teacher."""
     heat, hidden, zeros = 0.6, torch.eye(V), torch.zeros(V, dtype=torch.int64)
     weight = THETA.float().expand(V, V).t()
     p = (THETA / heat).log_softmax(0).float()
