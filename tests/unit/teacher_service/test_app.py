@@ -17,7 +17,7 @@ from starlette.types import Message
 from table_engine import GatedEngine, TableEngine, random_table
 
 from sync import wire
-from sync.base.errors import Overloaded, RemoteError, TooLarge, WireError
+from sync.base.errors import Overloaded, RemoteError, TooLarge, Unreachable, WireError
 from sync.wire import Scored, ScoreRefused, ScoreReply, ScoreRequest, ScoreSequence, Want, pack, unpack
 from sync.wire.client import Peer
 from sync.wire.server import BodyLimit
@@ -166,14 +166,20 @@ async def test_a_completion_has_the_tables_log_probabilities_and_depends_on_its_
     assert alone.token_ids == both[1].token_ids != other.token_ids
 
 
-async def test_an_engine_that_has_no_head_or_cannot_generate_says_so() -> None:
-    engine = TableEngine(TABLE)
+async def test_an_engine_that_has_no_head_cannot_generate_or_is_away_says_so() -> None:
+    class Away(TableEngine):
+        def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
+            raise Unreachable("vLLM restarts")
+
+    engine, asked = Away(TABLE), ScoreRequest(sequences=[sequence([1, 2])])
     engine.engine_info, engine.head = replace(engine.engine_info, can=("topk",)), lambda: None
     async with serving(engine) as url, Peer(url) as peer:
         with pytest.raises(RemoteError, match="422"):
             await peer.call("/v1/head", None, wire.Head)
         with pytest.raises(RemoteError, match="cannot give 'generate'"):
             await peer.call("/v1/generate", generation([1]), wire.TeacherGenerateReply)
+        with pytest.raises(Unreachable, match=r"503.*cannot compute now: vLLM restarts"):
+            await peer.once("/v1/score", wire.encode(asked), 600)
 
 
 class LyingEngine(TableEngine):
@@ -242,8 +248,8 @@ async def test_a_body_counts_until_its_request_is_answered_and_one_that_is_refus
             await read(gate, request_of(b"123456", b"123456", b"123456"))
         with pytest.raises(WireError, match="left before"):
             await read(gate, request_of(b"123456", leaves=True))
-        async with gate.read(request_of(b"12345", b"678")) as first:
-            assert first == b"12345678"
-            assert await read(gate, request_of(b"1234")) == b"1234"
+        async with gate.read(request_of(b"12345", b"67890")) as first:
+            assert first == b"1234567890"
+            assert await read(gate, request_of(b"12")) == b"12"
             with pytest.raises(Overloaded):
-                await read(gate, request_of(b"12345"))
+                await read(gate, request_of(b"123"))

@@ -117,6 +117,8 @@ async def test_different_options_are_not_mixed_and_the_oldest_goes_first() -> No
 async def test_a_full_queue_says_when_to_come_back_and_takes_work_again_after_release() -> None:
     async with running(RecordingEngine(), queue_tokens=20) as (engine, batcher):
         first = await busy(batcher, engine)
+        submit(batcher, [item(18)]).release()
+        assert not batcher._waiting, "work whose caller left is forgotten while the engine is busy"
         held = submit(batcher, [item(18)])
         with pytest.raises(Overloaded, match="20 tokens wait and 1 more") as refusal:
             submit(batcher, [item(1)])
@@ -149,6 +151,7 @@ async def test_an_upstream_that_is_gone_is_no_fault_of_the_sequences() -> None:
     async with running(RecordingEngine(Unreachable("gone"))) as (engine, batcher):
         request = submit(batcher, [item(3), item(3, POISON)])
         await request.done()
+        assert batcher.healthy, "it may come back"
     assert all(isinstance(outcome, Unreachable) for outcome in request.outcomes)
     assert len(engine.batches) == 1
 
@@ -235,8 +238,10 @@ async def test_prompts_of_a_batch_count_as_many_tokens_as_the_longest_of_them() 
 
 
 async def test_scores_are_computed_while_a_completion_is_generated() -> None:
-    async with running(SteppingEngine()) as (engine, batcher):
+    async with running(SteppingEngine(), queue_tokens=30) as (engine, batcher):
         completed = submit_prompts(batcher, 1, 2)
+        with pytest.raises(Overloaded, match="12 tokens wait and 24 more"):  # with all they may become
+            submit_prompts(batcher, 3, 4, 5, 6)
         for _ in range(3):
             await submit(batcher, [item(3)]).done()
         assert engine.stepped.is_set()
