@@ -31,10 +31,10 @@ def found(folders: list[Path]) -> Arrays:
     return route_recorder.written(route_recorder.__file__, *folders, folders[0].parent / "found.npz")
 
 
-def sequences(found: Arrays, name: str) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(tokens, routes, log-probabilities) of all sequences of this name."""
+def sequences(found: Arrays, name: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(tokens, routes) of all sequences of this name."""
     names = [key.removesuffix("/tokens") for key in found if key.startswith(name) and key.endswith("/tokens")]
-    return [(found[f"{one}/tokens"], found[f"{one}/routes"], found[f"{one}/logp"]) for one in names]
+    return [(found[f"{one}/tokens"], found[f"{one}/routes"]) for one in names]
 
 
 def test_recorded_routes_are_those_of_transformers_at_every_position(
@@ -45,7 +45,7 @@ def test_recorded_routes_are_those_of_transformers_at_every_position(
     model, first = model_of(folders[0]), sequences(found, "first")
     assert len(first) == SEQUENCES
     assert [int(found[f"shape {name}"]) for name in ("layers", "chosen", "experts")] == [2, CHOSEN, EXPERTS]
-    for tokens, routes, _ in first:
+    for tokens, routes in first:
         assert routes.shape == (PROMPT + COMPLETION - 1, 2, CHOSEN)
         assert routes.dtype == np.uint8
         np.testing.assert_array_equal(np.sort(routes, -1), chosen(model, tokens))
@@ -54,7 +54,7 @@ def test_recorded_routes_are_those_of_transformers_at_every_position(
 def test_after_a_swap_of_weights_earlier_tokens_keep_the_routes_that_sampled_from_them(
     found: Arrays, folders: list[Path]
 ) -> None:
-    ((tokens, routes, _),) = sequences(found, "swapped")
+    ((tokens, routes),) = sequences(found, "swapped")
     old, (before, after) = int(found["old rows"]), (chosen(model_of(folder), tokens) for folder in folders)
     assert PROMPT < old < len(routes) - 10
     recorded = np.sort(routes, -1)
@@ -67,7 +67,7 @@ def test_a_second_turn_brings_the_routes_that_the_first_did_not_and_those_stay(
     found: Arrays, folders: list[Path]
 ) -> None:
     """The swap was between the turns: the whole context was computed again, by other routers."""
-    first, ((tokens, routes, _),) = found["first-0/routes"], sequences(found, "turn")
+    first, ((tokens, routes),) = found["first-0/routes"], sequences(found, "turn")
     assert len(first) == PROMPT + COMPLETION - 1
     assert len(routes) == len(tokens) - 1 - len(first) == 1 + ASKED + COMPLETION - 1
     before, after = (chosen(model_of(folder), tokens) for folder in folders)

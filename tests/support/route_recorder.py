@@ -84,7 +84,8 @@ class Recorded:
         self.record = self.engine.engine_core.engine_core.model_executor.driver_worker.worker.distill_record
 
     def add(self, name: str, prompt: list[int], routes_from: int | None = 0) -> None:
-        """Without a seed of its own: with one, a prompt in parts ends vLLM's engine on CPUs.
+        """Without a seed of its own: with one, a prompt in parts ends vLLM's engine on CPUs. As of a
+        replica log-probabilities are asked for; nobody looks at them.
 
         `routes_from`: as in GeneratePrompt; None: no routes are wanted.
         """
@@ -96,18 +97,13 @@ class Recorded:
         )
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
-    def steps(self, limit: int | None = None) -> dict[str, tuple[list[int], list[float]]]:
-        """By name, prompt and completion with its log-probabilities, as far as `limit` steps finish them."""
-        done: dict[str, tuple[list[int], list[float]]] = {}
+    def steps(self, limit: int | None = None) -> dict[str, list[int]]:
+        """By name, prompt and completion, as far as `limit` steps finish them."""
+        done: dict[str, list[int]] = {}
         while self.engine.has_unfinished_requests() and limit != 0:
             for output in self.engine.step():
                 if output.finished:
-                    answer = output.outputs[0]
-                    logp = [
-                        one[token].logprob
-                        for one, token in zip(answer.logprobs, answer.token_ids, strict=True)
-                    ]
-                    done[output.request_id] = [*output.prompt_token_ids, *answer.token_ids], logp
+                    done[output.request_id] = [*output.prompt_token_ids, *output.outputs[0].token_ids]
             limit = None if limit is None else limit - 1
         return done
 
@@ -119,12 +115,8 @@ class Recorded:
     def finish(self, routes_from: int = 0) -> dict[str, Any]:
         """Arrays of all sequences in flight, taken as they finish."""
         found: dict[str, Any] = {}
-        for name, (tokens, logp) in self.steps().items():
-            found |= {
-                f"{name}/tokens": tokens,
-                f"{name}/logp": logp,
-                f"{name}/routes": self.take(name, tokens[routes_from:]),
-            }
+        for name, tokens in self.steps().items():
+            found |= {f"{name}/tokens": tokens, f"{name}/routes": self.take(name, tokens[routes_from:])}
         return found
 
 
