@@ -129,6 +129,7 @@ async def test_a_rollback_trains_again_without_rollouts_of_bad_steps(
         await training
         summary = await running
     assert len(back) == 1 + restarted
+    assert made.record.state.rollbacks == 1
     assert summary["completed"] is not restarted
     assert trainer.welcomes[-1].version == Version(1, 4)
     again = {i for ids in trainer.ledger[1].values() for i in ids}

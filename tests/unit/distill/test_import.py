@@ -88,7 +88,9 @@ async def test_a_run_with_a_journal_goes_on_as_it_would_have(folder: Path, name:
     await record.form_batch()
     for batch in [*record.state.batches.values()]:
         batch.rollouts = record.rollouts(batch)
-        pack_batch(batch, 1, Shape(64, ["t"]), lambda version: version.step)
+        (share,) = pack_batch(batch, 1, Shape(64, ["t"]), lambda version: version.step)
+        for rows in share.micro_batches:
+            assert rows.teacher_logprob.shape == rows.behavior_logprob.shape
     record.issue(2)
     await record.store.commit()
     record.store.close()

@@ -85,6 +85,7 @@ def test_what_a_replica_says_of_each_token_is_checked_and_goes_with_the_rollout_
         assert problem.field.startswith(name)
     for rows, count in ((whole.micro_batches[0], 3), (short.micro_batches[0], 2)):
         assert rows.behavior_logprob == parts["logprob"].cut(count)
+        assert rows.student_topk_ids == parts["topk_ids"].cut(count)
         assert rows.mask == parts["mask"].cut(count)
 
 

@@ -33,10 +33,11 @@ from distill.controller import Controller
 from distill.launch.run_folder import RunFolder, write_role
 from distill.launch.single_role import Gang, Lease, joining
 from distill.registry import EXIT_REFUSED
+from distill.rollout.replica_pool import Phase
 from sync.base import durable
 from sync.base.address import Address, controller_url, own_address
 from sync.base.errors import ConfigError, Overloaded, RemoteError, Replaced, WrongServer
-from sync.wire import ServerLease, ServerLeaves, ServerRegisters
+from sync.wire import ServerLease, ServerLeaves, ServerRegisters, ServerStatus, Version
 
 ROOT = Path(__file__).parents[3]
 
@@ -123,16 +124,18 @@ async def test_the_name_of_a_dead_process_is_another_s_once_its_lease_ends(contr
 
 
 async def test_a_lease_that_ends_forgets_the_url_and_its_process_may_come_back(controller, clock) -> None:
+    """What a person registers has no lease."""
     teacher = Address("teacher-t")
     run = controller(connect=lambda there: MemoryReplica(url=str(there)), expected={"teacher-t": teacher})
     await run.registry.register(says("http://a:1", "first"))
     await run.registry.register(says("http://c:1", "third", "student-5"))
-    assert "student-5" in run.pool.replicas
+    await run.registry.register(says("http://d:1", None, "student-6"))
+    assert [*run.pool.replicas] == ["r0", "student-5", "student-6"]
     await passes(run, clock, registry.LEASE_SECONDS - 0.1)
     assert teacher.url == "http://a:1"
     await passes(run, clock, 0.2)
     assert teacher.url is None
-    assert "student-5" not in run.pool.replicas
+    assert [*run.pool.replicas] == ["r0", "student-6"]
     await run.registry.register(says("http://a:1", "first"))
     await run.registry.leave(ServerLeaves(name="teacher-t", boot="another"))
     assert teacher.url == "http://a:1"
@@ -147,6 +150,13 @@ async def test_a_name_that_metrics_could_not_carry_is_refused(controller) -> Non
         await run.registry.register(says("http://c:1", None, "student-a/b"))
     await run.registry.register(says("http://c:1", None, "student-spare.1"))
     assert [*run.pool.replicas] == ["r0", "student-spare.1"]
+
+
+async def test_a_replica_is_listed_with_what_it_serves_and_its_load(controller) -> None:
+    run = controller()
+    replica = run.pool.replicas["r0"]
+    replica.phase, replica.version, replica.in_flight = Phase.SERVING, Version(0, 3), 2
+    assert run.registry.listing().servers == [ServerStatus("r0", "memory", "serving", Version(0, 3), 2)]
 
 
 async def test_a_new_process_joins_in_place_of_a_configured_replica_that_was_removed(controller) -> None:

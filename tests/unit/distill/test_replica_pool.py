@@ -225,6 +225,26 @@ async def test_a_replica_may_leave_and_streams_of_one_that_left_or_is_lost_are_c
     assert world.said[2] == "a has left"
 
 
+async def test_a_replica_that_left_is_sent_nothing_and_is_lost_to_the_broadcast_that_it_receives() -> None:
+    """Also where it was catching up."""
+    away, late = MemoryReplica(), Asked(up=False, first=endless)
+    world = World(a=away, b=MemoryReplica(), late=late)
+    async with world.running(2):
+        await world.pool.remove("a")
+        world.publish(Version(0, 1))
+        await asyncio.sleep(1.0)
+        world.broadcast(2)
+        await world.until(lambda: world.oldest() == Version(0, 2))
+        late.revive()
+        await world.until(world.broadcasts.wanted)
+        group = world.broadcast(2).group
+        await world.until(lambda: late.asked)
+        await world.pool.remove("late")
+        await world.until(lambda: world.broadcasts.lost_members(group))
+    assert world.said[2:] == ["a has left", "late has left"]
+    assert not away.updates
+
+
 async def test_the_least_busy_replica_is_asked_and_one_that_refused_rests() -> None:
     world = World(a=MemoryReplica(), b=MemoryReplica())
     async with world.running(2):
