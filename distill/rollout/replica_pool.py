@@ -160,7 +160,7 @@ class ReplicaPool:
             raise RemoteError(f"no replica {name!r}: there are {', '.join(self.replicas) or 'none'}")
         replica = self.replicas.pop(name)
         await cancel([self._tasks.pop(name, None)])
-        self._lose(replica)
+        self._lose(replica)  # its task has done so only if it served
         self._events.emit(Membership(name, "has left"))
         await replica.engine.aclose()
 

@@ -124,6 +124,7 @@ async def test_completions_that_cannot_be_used_are_generated_again_and_not_for_e
 ) -> None:
     changes: Iterator[Callable[[Generated], Answer]] = itertools.cycle(
         [
+            lambda answer: replace(answer, finish_reason="abort"),
             lambda answer: replace(answer, spans=[VersionSpan(Version(0, 3), 0, answer.token_ids.shape[0])]),
             lambda answer: replace(answer, token_ids=pack(np.zeros(7, "i4"))),
         ]
