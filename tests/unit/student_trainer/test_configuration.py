@@ -25,6 +25,7 @@ from student_trainer.objectives.config import Full, Sampled, TopK, needs
 from student_trainer.objectives.divergences import Discount, build, discount
 from sync.base.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, token_from_environment
 from sync.base.errors import ConfigError
+from sync.base.own_code import CODE_VARIABLE
 from sync.wire import Want
 
 JSONS = sorted((Path(__file__).parents[3] / "configs/deepspeed").glob("*.json"))
@@ -210,6 +211,9 @@ def test_a_hostfile_goes_to_the_launcher_with_the_variables_of_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("DISTILL_TOKEN", raising=False)
+    inherited = (TOKEN_FILE_VARIABLE, CODE_VARIABLE)
+    for name in inherited:
+        monkeypatch.setenv(name, "/shared")
     (tmp_path / "hosts").write_text("node-1 slots=2\nnode-2 slots=2\n")
     far = config(hostfile=tmp_path / "hosts", threads=2, env={"A": "b"})
     far = far.model_copy(update={"controller_url": "http://10.0.0.1:8000"})
@@ -218,6 +222,7 @@ def test_a_hostfile_goes_to_the_launcher_with_the_variables_of_all_ranks(
     assert env["DS_ENV_FILE"] == str(tmp_path / "trainer.env")
     told = (tmp_path / "trainer.env").read_text().splitlines()
     assert {"OMP_NUM_THREADS=2", "OMP_WAIT_POLICY=PASSIVE", "PYTHONSAFEPATH=1", "A=b"} <= set(told)
+    assert {f"{name}=/shared" for name in inherited} <= set(told)
     assert "MALLOC_MMAP_MAX_=0" in told, "ranks on other machines keep their memory too"
 
 
