@@ -234,6 +234,7 @@ SECRET, SHOWN = PLANTED[0], r"holds a secret.*in the environment"
     ("override", "says"),
     [
         (f'student.engine_args."hf-token"="{SECRET}"', SHOWN),
+        (f'teachers.here.engine_args.nested.api_key="{SECRET}"', SHOWN),
         (f'trainer.launcher_args=["--ssh-password", "{SECRET}"]', SHOWN),
         (f"weights.store.options.secret_key=['{SECRET}']", re.escape(secrets.HIDDEN)),
         (f"weights.store={{type='objct',options={{secret_key='{SECRET}'}}}}", re.escape(secrets.HIDDEN)),

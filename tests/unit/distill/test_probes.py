@@ -174,7 +174,8 @@ def test_another_vocabulary_is_caught_and_other_merges_are_said() -> None:
 
 
 def test_another_chat_template_is_caught_where_prompts_use_it() -> None:
-    caught(probes.same_template(None, info(), needed=True), "another chat format")
+    for ours in (None, "e" * 32):
+        caught(probes.same_template(ours, info(), needed=True), "another chat format")
     assert probes.same_template(None, info(), needed=False).problem is None
     assert probes.same_template("d" * 32, info(), needed=True).problem is None
 

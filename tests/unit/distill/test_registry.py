@@ -482,6 +482,21 @@ async def test_a_refusal_that_no_retry_mends_ends_a_role_at_once(
         await asyncio.wait_for(lease.keep(ready=loads), 60)
 
 
+async def test_a_role_whose_name_another_process_renews_waits_for_its_lease_and_ends(
+    controller, serve, short_leases
+) -> None:
+    address = Address("teacher-t")
+    serve(run := controller(expected={"teacher-t": address}))
+    urls = "http://127.0.0.1:1", "http://127.0.0.1:2"
+    first, second = (Lease("test", "teacher-t", url, lambda: run.url) for url in urls)
+    renewing = asyncio.create_task(first.keep())
+    await until(lambda: address.url == urls[0])
+    with pytest.raises(Replaced, match="the process there renews it"):
+        await asyncio.wait_for(second.keep(), 60)
+    assert address.url == urls[0]
+    await cancel([renewing])
+
+
 async def test_a_url_that_is_no_controller_s_ends_a_role_at_once() -> None:
     with served(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as stranger:
         url = f"http://127.0.0.1:{stranger.server_port}"

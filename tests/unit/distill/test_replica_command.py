@@ -83,9 +83,11 @@ def test_the_token_is_inherited_and_written_nowhere(cpu, monkeypatch):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
+        ({"engine_args": {"host": "0.0.0.0"}}, r"student\.host"),
         ({"engine_args": {"trust_remote_code": True}}, r"student\.trust_remote_code"),
         ({"engine_args": {"logprobs-mode": "raw_logprobs"}}, "processed_logprobs"),
         ({"engine_args": {"data_parallel_size": 2}}, r"data-parallel-size' makes.*set student\.replicas"),
+        ({"engine_args": {"api-server-count": 2}}, "api-server-count"),
         ({"engine_args": {"hf-overrides": '{"a": 1}'}}, '"hf-overrides" must be one table'),
         ({"engine_args": {"hf-overrides.a": 1}}, '"hf-overrides" must be one table'),
         ({"engine_args": {"disable_log_stats": True}}, r"disable-log-stats.*stall_timeout.*leave it out"),

@@ -54,6 +54,7 @@ def rewarded(name: str, answer: str, completion: str) -> Reward:
         ("exact", "Paris", " Paris\n", "Paris."),
         ("exact", "Paris", "Paris", "paris"),
         ("contains", "Paris", "It is Paris.", "It is Parisian."),
+        ("contains", "4", "2 + 2 = 4", "the result is 42"),
         ("contains", "5", "2 + 3 = 5", "it is 4.5"),
         ("contains", "a+b", "so (a+b) it is", "so aab it is"),
         ("number", "10 + 62 #### 72", "first 62, then the answer is 72.", "72 is not it, 71 is"),
@@ -65,6 +66,7 @@ def rewarded(name: str, answer: str, completion: str) -> Reward:
         ("number", "-5", "-$5.00", "$5"),
         ("number", "1e-05", "0.00001", "5"),
         ("number", "2", "2", "1/2"),
+        ("number", "45", "45 minutes", "at 3:45"),
         ("number", "72", "<<48+24=72>>72", "72\\pi"),
         ("contains", "4", "it is 4.", "it is 4.5"),
         ("contains", "0.5", "0.5, so", "10.5"),
@@ -347,9 +349,11 @@ async def test_a_worker_that_dies_is_replaced_and_its_completion_tried_once_more
 async def test_what_cannot_be_asked_costs_its_completion_and_the_next_ones_go_on(
     pool: RewardPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [pool.reward(asking(answer), [4]) for answer in ("pid", "\ud83d", "pid")]
-    before, unreadable, behind = await asyncio.gather(*asked, return_exceptions=True)
-    assert re.search("could not be asked about prompt 7, .*: UnicodeEncodeError", str(unreadable))
+    asked = [(asking("pid"), [4]), (asking("\ud83d"), [4]), (asking("pid"), [1 << 64]), (asking("pid"), [4])]
+    rewards = asyncio.gather(*(pool.reward(*one) for one in asked), return_exceptions=True)
+    before, not_text, no_id, behind = await asyncio.wait_for(rewards, 60)
+    for unreadable, why in ((not_text, "UnicodeEncodeError"), (no_id, "OverflowError")):
+        assert re.search(f"could not be asked about prompt 7, .*: {why}", str(unreadable))
     assert before.answer == behind.answer == LETTERS[1]
 
     def no_process(*_: object, **__: object) -> None:
