@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -295,12 +296,14 @@ def opened_mixture(config: RunConfig) -> PromptSplit:
 def test_parts_that_read_the_same_rows_train_on_none_that_another_holds_out(
     tmp_path: Path, dataset: DatasetPrompts, kind: str, least: int
 ) -> None:
-    """Of two with 3 to 1 of the held-out prompts, one of which drops rows."""
+    """Of two with 3 to 1 of the held-out prompts, one of which drops rows; and of a copy of a file."""
     plain = {**PLAIN, "path": str(tmp_path / "math.jsonl")}
+    other = {"path": str(tmp_path / "copy.jsonl")}
     if kind == "stream":
-        plain = {**dataset.model_dump(), "stream_rows": 50}
-    parts = {"math": plain, "law": plain | {"min_prompt_tokens": least}}
-    split = opened_mixture(mixed(tmp_path, parts=parts))
+        plain, other = {**dataset.model_dump(), "stream_rows": 50}, {}
+    config = mixed(tmp_path, parts={"math": plain, "law": plain | other | {"min_prompt_tokens": least}})
+    shutil.copy(tmp_path / "math.jsonl", tmp_path / "copy.jsonl")
+    split = opened_mixture(config)
     held = {prompt.text for prompt in split.held_out}
     assert len(held) >= 4
     trained = {split.train[index].text for index in range(600)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -486,3 +487,19 @@ def test_the_hybrid_gives_no_loss_where_the_teacher_is_the_student_with_other_id
         (slope,) = torch.autograd.grad(loss_N.sum(), live)
         values = torch.cat([loss_N.detach(), slope[0], stats["reverse_kl"]])
         assert float(values.abs().max()) < 1e-15
+
+
+@pytest.mark.parametrize("y", range(5))
+def test_a_token_of_a_teacher_with_the_students_ids_has_its_own_loss_in_a_batch_with_text(y: int) -> None:
+    """Its sums are over all tokens, with no bytes parted; an id of -1 has no share of q."""
+    logmu, logq = (policy(seed, 1, 5).log_softmax(1) for seed in (1, 2))
+    support = torch.tensor([[1, 3, -1]]), logq[:, [1, 3, 4]], torch.zeros(1, 5, dtype=torch.bool)
+    mixed = by_support((torch.tensor([y]), logmu[:, y], logq[:, y]), support, torch.arange(5))
+    mixed = replace(mixed, by_text_N=torch.tensor([False]))
+    found = []
+    for goal in (mixed, replace(mixed, by_text_N=None, parted_NB=None, first_V=None)):
+        live = policy(3, 1, 5).requires_grad_()
+        loss_N, stats = HYBRID(live.log_softmax(1), goal)
+        (slope,) = torch.autograd.grad(loss_N.sum(), live)
+        found.append([*loss_N.tolist(), *slope[0].tolist(), *stats["reverse_kl"].tolist()])
+    assert found[0] == found[1]
