@@ -219,6 +219,7 @@ def test_rows_of_a_file_keep_text_source_and_answer(tmp_path: Path) -> None:
         ({"prompt": "", "from": "x", "gold": ""}, "field 'prompt' is ''"),
         ({"prompt": [{"role": "user"}], "from": "x", "gold": ""}, '.*template = "chat"'),
         ({"prompt": "abcdef", "from": "x", "gold": ""}, "the prompt has 6 tokens, allowed are 1 to 5"),
+        ({"prompt": "abc", "gold": ""}, "no field 'from'"),
         ({"prompt": "abc", "from": "x"}, "no field 'gold'"),
         ({"prompt": "abc", "from": "x", "gold": None}, "field 'gold' is None: give a text or a"),
         ({"prompt": "abc", "from": "x", "gold": [1]}, r"field 'gold' is \[1\]: give a text or a"),

@@ -186,6 +186,7 @@ def test_every_key_or_a_section_around_it_has_a_law() -> None:
     ("path", "decision"),
     [
         (("trainer", "lora", "rank"), "refused: weights and optimizer"),
+        (("content", "deepspeed", "optimizer", "params", "eps"), "takes effect"),
         (("content", "deepspeed", "optimizer", "type"), "refused: weights and optimizer"),
         (("run", "new_key"), "refused: rollouts on record"),
         (("guard", "max_grad_norm"), "takes effect"),
@@ -370,7 +371,7 @@ def test_held_out_prompts_are_compared_across_a_resume_without_them(tmp_path: Pa
     ],
     ids=["folder", "no text", "nested", "list", "no content", "no run"],
 )
-def test_a_run_whose_record_is_gone_or_altered_is_not_resumed(
+def test_a_run_whose_record_is_a_folder_or_altered_is_not_resumed(
     tmp_path: Path, damage: bytes | None, says: str
 ) -> None:
     record = tmp_path / "x/config.json"

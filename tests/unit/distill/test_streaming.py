@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from byte_tokenizer import Letters, letters
+from byte_tokenizer import Letters, byte_tokenizer, letters
 from small_config import make_config
 
 from distill.config import RunConfig
@@ -156,7 +156,7 @@ def rows_of(folder: Path, rows: list[dict[str, str]], **fields: Any) -> DatasetP
     """A dataset of these rows."""
     (folder / "rows").mkdir()
     (folder / "rows/rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return DatasetPrompts(type="dataset", path=str(folder / "rows"), template="plain", **fields)
+    return DatasetPrompts(**{"type": "dataset", "path": str(folder / "rows"), "template": "plain", **fields})
 
 
 def test_filters_and_unusable_rows_are_dropped_and_counted(tmp_path: Path, caplog: Any) -> None:
@@ -169,10 +169,10 @@ def test_filters_and_unusable_rows_are_dropped_and_counted(tmp_path: Path, caplo
     assert "row 60: field 'prompt' is ''" in caplog.text
 
 
-def test_what_is_odd_about_the_first_rows_is_counted_once(tmp_path: Path) -> None:
-    config = rows_of(tmp_path, [{"prompt": "x", "tools": "y"}] * 9, stream_rows=4)
-    reader = RowReader(config, Letters(), 50)
-    assert open_stream(config, reader, 1, 0)[0][0].text == "x"
+def test_what_is_odd_about_the_first_rows_is_counted_once_and_messages_are_kept(tmp_path: Path) -> None:
+    config = rows_of(tmp_path, [{"prompt": "x", "tools": "y"}] * 9, stream_rows=4, template="chat")
+    reader = RowReader(config, byte_tokenizer(), 50, keeps_messages=True)
+    assert open_stream(config, reader, 1, 0)[0][0].messages
     assert reader.notes == (f"prompts: nothing reads these of {config.path}: 'tools' (9 of 9 rows)",)
 
 
