@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+import re
 import runpy
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from distill.config import RunConfig
+from distill.config.loading import load
+from distill.launch.slurm import job
 from distill.tasks.sort_letters import EOS_ID, VOCABULARY, make
 from student_trainer.config import TrainerConfig
 from sync.base.settings import ReplicaConfig, Settings
@@ -51,3 +56,12 @@ def test_every_field_of_every_section_says_what_it_is() -> None:
         if name != "type" and not field.description
     ]
     assert sorted(silent) == []
+
+
+def test_the_slurm_example_fills_its_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes for the trainer; teacher, replicas and evaluator fill the others."""
+    monkeypatch.chdir(ROOT)
+    file = EXAMPLES / "slurm.toml"
+    _, lines = job.write(load(file, [f"run.folder={tmp_path}"]), file, [])
+    found = {line.partition(":")[0]: sum(map(int, re.findall(r"\((\d+) GPUs?\)", line))) for line in lines}
+    assert found == {f"machine {i}": 8 for i in range(4)}
