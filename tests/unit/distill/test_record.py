@@ -431,7 +431,9 @@ async def test_a_resumed_run_hands_out_batches_with_the_weights_on_record_whatev
     for step in range(4):
         await trained_step(record, step, *(Version(0, max(0, step - age)) for age in range(1, BATCH + 1)))
     await record.store.commit()
-    assert record.state.counters.late > 0
+    weights, half_life = [batch.weights for batch in record.state.batches.values()], FRESHNESS.bound.half_life
+    assert weights[3] == [1.0, 2 ** (-1 / half_life), 2 ** (-2 / half_life)]
+    assert record.state.counters.late == sum(weight < 1 for batch in weights for weight in batch) > 0
     again = opened(tmp_path, Rules(BATCH, Bound(1, 4, 9.0)))
     await again.open_lineage(None, "model")
     for step in range(4):
