@@ -476,10 +476,15 @@ LEDGERS: list[tuple[str, dict[int, dict[int, list[str]]], dict[str, list[str]]]]
 ]
 
 
-def test_late_rollouts_up_to_the_hard_limit_pass_with_the_weight_of_their_age(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weight", "violations"), [(2**-0.5, {}), (0.5, {"wrong_weight": ["c", "d", "e", "f"]})]
+)
+def test_late_rollouts_up_to_the_hard_limit_pass_with_the_weight_of_their_age(
+    tmp_path: Path, weight: float, violations: dict[str, list[str]]
+) -> None:
     late = f"UPDATE batch SET max_staleness = 0, half_life = 2.0; {WEIGHTED} WHERE (lineage, step) <> (0, 0)"
-    report = audited(tmp_path, late.format(2**-0.5))
-    assert (report.late, report.violations) == (4, {})
+    report = audited(tmp_path, late.format(weight))
+    assert (report.late, report.violations) == (4, violations)
 
 
 OTHER_RUN = """UPDATE rollout_row SET spans = '[[0, 120, 0]]' WHERE id = 'e'"""
