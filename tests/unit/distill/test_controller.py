@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from audited import check
 from in_memory import (
@@ -20,7 +21,6 @@ from in_memory import (
     fetching,
     rows_in,
 )
-from recorded import rollouts_of
 from started import ended, killed_after, to_the_end
 from virtual_time import LONG
 
@@ -36,7 +36,7 @@ from distill.record.store import Store
 from distill.scoring import seed_of
 from sync import wire
 from sync.base.errors import DataError
-from sync.wire import Generated, GeneratePrompt, GenerateRequest, Published, Version, Want, unpack
+from sync.wire import Generated, GeneratePrompt, GenerateRequest, Published, Version, Want, pack, unpack
 
 pytestmark = pytest.mark.virtual_time
 LEARNED = 50
@@ -301,20 +301,30 @@ async def test_a_prompt_that_its_teacher_refuses_is_dropped_and_another_issued(c
     assert summary["rollout"]["dropped"]["teacher_refused"] > 0
 
 
-async def test_a_resumed_run_has_the_teacher_write_the_same_again(controller, config, tmp_path: Path) -> None:
-    """Each of its texts on record is what it writes for its number."""
+async def test_a_resumed_run_has_the_teacher_write_the_same_again(controller, config) -> None:
+    """Each of its texts in a batch, before the kill and after, is what it writes for its number."""
     settings = config(objective={"type": "sft", "on_policy": 0.5}, run={"steps": 12})
     run = controller(settings)
-    trainer = MemoryTrainer(run.session)
-    await killed_after(5, run, trainer)
+    trainers = [MemoryTrainer(run.session)]
+    await killed_after(5, run, trainers[0])
     run = controller(settings)
-    await to_the_end(run, MemoryTrainer(run.session))
-    texts = [rollout for rollout in rollouts_of(tmp_path) if rollout.by_teacher]
-    assert len(texts) > 40
-    for text in texts:
-        prompt = wire.TeacherPrompt(text.id, text.prompt, seed_of(settings.run.seed, text.number))
-        (written,) = (await MemoryTeacher().generate([prompt], 8, [])).results
-        assert written.token_ids == text.tokens
+    trainers.append(MemoryTrainer(run.session))
+    await to_the_end(run, trainers[1])
+    teacher = MemoryTeacher()
+    for trainer in trainers:
+        texts = 0
+        for rows in (rows for rows in trainer.rows if rows.by_teacher is not None):
+            lens = np.stack([unpack(rows.prompt_lens), unpack(rows.completion_lens)], axis=1)
+            parts = np.split(unpack(rows.tokens), lens.cumsum()[:-1])
+            for id, prompt, text, by_teacher in zip(
+                rows.ids, parts[::2], parts[1::2], unpack(rows.by_teacher), strict=True
+            ):
+                if by_teacher:
+                    texts += 1
+                    seed = seed_of(settings.run.seed, int(id.split(":")[1]))
+                    answer = await teacher.generate([wire.TeacherPrompt(id, pack(prompt), seed)], 8, [])
+                    assert unpack(answer.results[0].token_ids).tolist() == text.tolist()
+        assert texts
 
 
 async def test_scores_are_released_when_a_checkpoint_makes_their_step_safe(controller, config) -> None:
