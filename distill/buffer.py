@@ -106,7 +106,7 @@ class Lineages:
     def origin_of(self, checkpoint: Version | None) -> int | None:
         """The newest lineage that a trainer starting from `checkpoint` can take over; None: none yet."""
         at = checkpoint or Version(0, 0)
-        fits = (node.id for node in self.nodes if not checkpoint or self.step_in(at, node.id) == at.step)
+        fits = (node.id for node in self.nodes if self.step_in(at, node.id) == at.step)
         return max(fits, default=None)
 
 

@@ -81,13 +81,12 @@ class Weights:
         length, kind = _local(parameter).numel(), DTYPES[parameter.dtype]
         first = getattr(parameter, "ds_zero_partition_rank", self._ranks.rank) * length
         part = self._parts[name]
-        last = min(first + length, math.prod(part.own))
         for piece in self.pieces[part.source]:
             if (begin := part.start(piece.start, piece.count)) is not None:
                 start = min(max(first - begin, 0), piece.count)
-                end = min(max(last - begin, start), piece.count)
+                end = min(max(first + length - begin, start), piece.count)
                 slice = Slice(piece.name, piece.shape, kind, start, end - start)
-                yield slice, max(begin + start - first, 0)
+                yield slice, max(begin - first, 0)
 
     def snapshot(self) -> dict[str, Bits]:
         """Copies of this rank's slices as flat bits, by tensor, where the shards lie. No collective.

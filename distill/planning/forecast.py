@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from distill.planning import estimate
-from distill.planning.estimate import REPLICAS, Calibration, Plan, Stage, find_roles, step_seconds
+from distill.planning.estimate import (
+    GENERATE,
+    REPLICAS,
+    SCORE,
+    TRAIN,
+    Calibration,
+    Plan,
+    Stage,
+    find_roles,
+    step_seconds,
+)
 from distill.planning.hardware import CPU, DEVICES, Device, core, device_named, of_names
 from distill.planning.measured import Measured, calibrate, check_student_generates, measure
 from distill.preflight_checks.devices import Use, check_devices, gpu_names, gpus, uses, visible
@@ -25,7 +35,7 @@ SLOWER = 2.0
 """Times the next stage's seconds from which a better split is suggested."""
 FASTER = 1.2
 """Times the other precision's speed from which the faster one is named."""
-FLOPS = {"generate": "FLOPs of generation", "score": "FLOPs of scoring", "train": "FLOPs of training"}
+FLOPS = {GENERATE: "FLOPs of generation", SCORE: "FLOPs of scoring", TRAIN: "FLOPs of training"}
 
 
 class Forecast(NamedTuple):
@@ -237,7 +247,7 @@ def _against(measured: float, planned: float) -> str:
 
 
 def _whose(stage: Stage) -> str:
-    return f", {stage.role}" if stage.kind == "score" else ""
+    return f", {stage.role}" if stage.kind == SCORE else ""
 
 
 def _row(what: str, figure: str, note: str) -> str:
