@@ -117,6 +117,16 @@ def test_files_that_a_page_names_exist(path: Path) -> None:
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
+def test_the_speeds_that_the_readme_claims_are_those_of_the_published_data() -> None:
+    times = {}
+    for size, report in json.loads((ROOT / "docs/data/peers_real.json").read_text()).items():
+        speed = {side: figures["trained_per_second"] for side, figures in report["medians"].items()}
+        times[size] = {side: f"{speed['ours'] / speed[side]:.1f}" for side in ("TRL", "loop")}
+    large, real, text = times["large"], times["real"], " ".join(TEXTS[ROOT / "README.md"].split())
+    assert f"{real['TRL']} times TRL's tokens per second at 113 M parameters, {large['TRL']} at 14 M" in text
+    assert f"{real['loop']} and {large['loop']} times those of a plain loop of vLLM and PyTorch" in text
+
+
 def test_the_architecture_page_names_every_route() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
     told = set(re.findall(r"`(?:GET|POST) (/[^`\[]+)", page))

@@ -1,6 +1,5 @@
 """`distill plan` and `init`: what a configuration takes and how fast it goes, before it is started.
 
-hardware    what a device can do at most, and the share of it that is assumed
 estimate    a configuration's roles and stages → step, age, weight sync, record, hours
 measured    a finished run in place of the assumptions
 forecast    all of it for one configuration, as `distill.plan` returns it, and what people read of it

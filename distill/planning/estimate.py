@@ -34,9 +34,9 @@ from typing import Final
 
 from distill.config import RunConfig
 from distill.config.prompts import EnvironmentPrompts, JsonlPrompts
+from distill.hardware import CPU, Device
 from distill.metrics.summary import threads
 from distill.model_facts import Shape, item_bytes, shape_of
-from distill.planning.hardware import CPU, Device
 from distill.preflight_checks.devices import VLLM_SHARE, WORKSPACE, Use
 from distill.preflight_checks.machine import DAY, GIB, bytes_per_token, full_bytes, published_item
 from distill.prompts.rows import RowReader, jsonl_rows

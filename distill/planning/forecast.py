@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
+from distill.hardware import CPU, DEVICES, Device, core, device_named, of_names
 from distill.planning import estimate
 from distill.planning.estimate import (
     GENERATE,
@@ -22,10 +23,9 @@ from distill.planning.estimate import (
     find_roles,
     step_seconds,
 )
-from distill.planning.hardware import CPU, DEVICES, Device, core, device_named, of_names
 from distill.planning.measured import Measured, calibrate, check_student_generates, measure
 from distill.preflight_checks.devices import Use, check_devices, gpu_names, gpus, uses, visible
-from distill.preflight_checks.machine import GIB
+from distill.preflight_checks.machine import GIB, faster_precision
 from distill.preflight_checks.objective import with_objective
 from distill.preflight_checks.placement import placed
 from distill.topology import TRAINER, Process
@@ -33,8 +33,6 @@ from sync.base.errors import ConfigError
 
 SLOWER = 2.0
 """Times the next stage's seconds from which a better split is suggested."""
-FASTER = 1.2
-"""Times the other precision's speed from which the faster one is named."""
 FLOPS = {GENERATE: "FLOPs of generation", SCORE: "FLOPs of scoring", TRAIN: "FLOPs of training"}
 
 
@@ -52,12 +50,16 @@ class Forecast(NamedTuple):
     """The run that replaced assumed speeds, and the plan of its own configuration without them."""
     machines: Sequence[str]
     """Of a cluster: a line for each, with its processes."""
+    precision: str
+    """`faster_precision`."""
 
     @property
     def lines(self) -> Iterator[str]:
         """What `distill plan` prints."""
         yield from self.machines
         yield from table(self.plan, self.device, self.memory, self.measured is not None)
+        if self.precision:
+            yield self.precision
         yield from comparison(*self.measured) if self.measured else ()
 
     @property
@@ -90,7 +92,7 @@ def forecast(
             check_devices(config, where)
     except ConfigError as error:
         refusal = str(error)
-    return Forecast(plan, row, roles, refusal, before, machines)
+    return Forecast(plan, row, roles, refusal, before, machines, faster_precision(config, row))
 
 
 def _place(config: RunConfig, name: str, where: Sequence[Process]) -> tuple[RunConfig, Device, list[Use]]:
@@ -186,20 +188,6 @@ def table(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> It
         )
     if sentence := threads(plan) or split(plan):
         yield sentence
-    if sentence := precision(device):
-        yield sentence
-
-
-def precision(device: Device) -> str:
-    """One sentence: which precision a core computes a model in faster; "": a GPU, or it hardly matters."""
-    ratio = device.flops_per_second(2) / device.flops_per_second(4)
-    if max(ratio, 1 / ratio) < FASTER:
-        return ""
-    fast, slow = (16, 32) if ratio > 1 else (32, 16)
-    return (
-        f"These cores compute weights of {fast} bits {max(ratio, 1 / ratio):.1f} times as fast as those of "
-        f"{slow}: set student.dtype, teachers.NAME.dtype and bf16 in the file of trainer.deepspeed."
-    )
 
 
 def split(plan: Plan) -> str:

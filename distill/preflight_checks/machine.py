@@ -11,14 +11,17 @@ from __future__ import annotations
 import math
 import platform
 import re
+import shlex
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from distill.config import RunConfig
-from distill.model_facts import count_parameters, on_meta, routing
+from distill.config import RunConfig, StudentConfig
+from distill.hardware import Device, core
+from distill.model_facts import count_parameters, on_meta, precision, routing
 from distill.prompts.sources import text_config
 from distill.topology import servers
 from student_trainer.config import LoRAConfig, TrainerSettings
@@ -27,6 +30,7 @@ from student_trainer.objectives.config import needs, student_topk
 from sync.base.errors import ConfigError
 from sync.base.settings import DirectoryStoreConfig, ModelSource, XetStoreConfig
 from sync.wire import Routing
+from teacher_service.config import TeacherConfig
 
 GIB: Final = 1 << 30
 NEEDED: Final = ("avx2", "fma", "f16c")
@@ -76,6 +80,36 @@ def check_processor(role: str) -> None:
 def cpuinfo() -> str:
     """The kernel's description of the processor."""
     return Path("/proc/cpuinfo").read_text()
+
+
+def faster_precision(config: RunConfig, device: Device) -> str:
+    """One sentence: which precision `device` computes models in faster, as words of a command for all that
+    are in the other; empty: it hardly matters, or there are none."""
+    gain = device.gain
+    fast, slow = ("bfloat16", "float32") if gain > 1 else ("float32", "bfloat16")
+    words = [] if gain == 1 else [f"--set {shlex.quote(word)}" for word in _in_precision(config, fast)]
+    times = f"{max(gain, 1 / gain):.1f} times as fast as {slow}"
+    return f"These cores compute {fast} {times}: {' '.join(words)}" if words else ""
+
+
+def slow_precision(config: RunConfig) -> list[str]:
+    """A line when models that this machine's cores compute in bf16 are faster in fp32."""
+    here = config.cluster.type == "local" and installed_for_cpu()
+    if not here or not [*_in_precision(config, "float32")] or (device := core()).gain >= 1:
+        return []
+    return [faster_precision(config, device)]
+
+
+def _in_precision(config: RunConfig, name: str) -> Iterator[str]:
+    """The settings with which all models that are computed here have that precision."""
+    models: dict[str, StudentConfig | TeacherConfig] = {"student": config.student}
+    models |= {f'teachers."{key}"': of for key, of in config.teachers.items() if of.engine_url is None}
+    for key, source in models.items():
+        if not source.urls and precision(text_config(source), source.dtype) not in (name, "float16"):
+            yield f"{key}.dtype={name}"
+    bf16 = name == "bfloat16"
+    if in_bf16(deepspeed_config(config.trainer)) != bf16:
+        yield f'trainer.overrides={{"bf16.enabled"={str(bf16).lower()}}}'
 
 
 # --- disk

@@ -12,9 +12,9 @@ from sized_models import HEAD, INNER, KV, LAYERS, PARAMETERS, SIZES, VOCABULARY,
 from small_config import make_config
 
 from distill.config import RunConfig
+from distill.hardware import device_named
 from distill.model_facts import count_parameters, kv_bytes, weight_bytes
 from distill.planning.estimate import find_roles
-from distill.planning.hardware import device_named
 from distill.preflight_checks import devices
 from distill.preflight_checks.machine import GIB
 from sync.base.errors import ConfigError

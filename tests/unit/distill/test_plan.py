@@ -33,19 +33,21 @@ from sized_models import (
 from small_config import make_config
 
 import distill
+from distill import hardware
 from distill.config import RunConfig
-from distill.config.loading import parse_override
+from distill.config.loading import merge, parse_override
 from distill.config.prompts import EnvironmentPrompts, JsonlPrompts
+from distill.hardware import DEVICES, Device, of_names
 from distill.launch import probe
 from distill.model_facts import Shape, shape_of
-from distill.planning import estimate, forecast, hardware
+from distill.planning import estimate, forecast
 from distill.planning.estimate import Generation, Lengths, Role, delta_share, find_roles, train_factor
-from distill.planning.hardware import DEVICES, Device, of_names
 from distill.planning.measured import calibrate, measure
-from distill.preflight_checks import devices, placement
+from distill.preflight_checks import devices, machine, placement
 from distill.preflight_checks.machine import GIB
 from distill.topology import EACH_NODE
 from distill.trainer_api.guard import Guard
+from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from sync.base.errors import ConfigError, DataError, RemoteError
 from sync.base.jsonl import JsonLines
 from sync.base.settings import ModelSource
@@ -312,13 +314,49 @@ def test_the_threads_of_a_plan_are_settings_of_its_run_where_all_of_it_is_here(
 
 
 @pytest.mark.parametrize(
-    ("single", "words"),
-    [(20.0, "of 16 bits 2.0 times"), (80.0, "of 32 bits 2.0 times"), (45.0, ""), (None, "")],
+    ("single", "now", "fast"),
+    [
+        (20.0, "float32", "bfloat16 2.0 times as fast as float32"),
+        (80.0, "bfloat16", "float32 2.0 times as fast as bfloat16"),
+        (80.0, "float32", ""),
+        (45.0, "bfloat16", ""),
+        (None, "bfloat16", ""),
+    ],
 )
-def test_the_faster_precision_of_cores_is_named(single: float | None, words: str) -> None:
+def test_the_faster_precision_of_cores_is_named_in_words_that_set_it(
+    model: str, single: float | None, now: str, fast: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The preflight names it where nothing is lost by it: fp32 for bf16."""
     core = hardware.Device("cpu", 100.0, 1.0, 0.0, 128, 0.4, 0.5, single)
-    assert words in forecast.precision(core)
-    assert bool(words) == bool(forecast.precision(core))
+    overrides = {"bf16.enabled": now == "bfloat16"}
+    config = make_config(
+        student={"path": model, "dtype": now}, trainer={"deepspeed": DEEPSPEED, "overrides": overrides}
+    )
+    teachers = {
+        "v1.5": TeacherConfig(path=model, dtype=now),
+        "far": TeacherConfig(path=model, urls=["http://127.0.0.1:1"]),
+    }
+    config = config.model_copy(update={"teachers": teachers})
+    sentence = machine.faster_precision(config, core)
+    assert fast in sentence
+    assert bool(fast) == bool(sentence)
+
+    monkeypatch.setattr(machine, "core", lambda: core)
+    monkeypatch.setattr(machine, "installed_for_cpu", lambda: True)
+    assert machine.slow_precision(config) == ([sentence] if fast.startswith("float32") else [])
+    monkeypatch.setattr(machine, "installed_for_cpu", lambda: False)
+    assert machine.slow_precision(config) == []
+
+    values = config.model_dump()
+    for word in [word for word in shlex.split(sentence) if "=" in word]:
+        values = merge(values, parse_override(word))
+    changed = RunConfig.model_validate(values)
+    assert machine.faster_precision(changed, core) == ""
+    if fast:
+        models = [changed.student, changed.teachers["v1.5"]]
+        assert {each.dtype for each in models} == {fast.split()[0]}
+        assert in_bf16(deepspeed_config(changed.trainer)) == (fast.split()[0] == "bfloat16")
+    assert changed.teachers["far"] == config.teachers["far"]
 
 
 def test_roles_whose_gpus_are_unknown_are_refused(model: str) -> None:

@@ -1,4 +1,4 @@
-"""What a device can do at most, and the share of it that a plan assumes to be reached."""
+"""What a device can do at most, and the share of it that is assumed to be reached."""
 
 from __future__ import annotations
 
@@ -33,12 +33,20 @@ class Device:
     single: float | None = None
     """FLOP/s that float32 weights reach; None: as many as 16 bits (a GPU's tensor cores round them)."""
 
+    @property
+    def gain(self) -> float:
+        """Times as fast as float32 weights as those of 16 bits are computed; 1: it hardly matters."""
+        ratio = self.flops_per_second(2) / self.flops_per_second(4)
+        return ratio if max(ratio, 1 / ratio) >= NOTABLE else 1.0
+
     def flops_per_second(self, item: int) -> float:
         """FLOP/s reached with weights of `item` bytes."""
         return self.single if self.single and item == 4 else self.flops * self.compute_share
 
 
 CPU: Final = "cpu"
+NOTABLE: Final = 1.2
+"""Times the other precision's speed from which the faster one is named."""
 PRODUCTS, BETWEEN = 0.8, 54.0
 """Of a core: the share of a bare product's speed that a model's products reach, and FLOPs of a model per byte
 that memory moves for what lies between its products. Fitted to 7.0 s of processor time for a step of 113 M
@@ -90,9 +98,9 @@ def core() -> Device:
 
 
 def _seconds(product: Callable[..., Any], *factors: Any) -> float:
-    """Of this thread's time, the least of ten tries after one to warm up."""
-    tries = []
-    for _ in range(11):
+    """Of this thread's time, the least of ten tries after one to warm up: of one, if that took a second."""
+    tries = list[float]()
+    while len(tries) < 11 and (len(tries) < 2 or sum(tries) < 1.0):
         before = time.thread_time()
         product(*factors)
         tries.append(time.thread_time() - before)
