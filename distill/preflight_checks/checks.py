@@ -18,10 +18,11 @@ from urllib.parse import urlsplit
 from distill.buffer import rules
 from distill.config import RunConfig
 from distill.evaluation.sets import PromptSet, check_rewards, open_sets
+from distill.hardware import core
 from distill.model_facts import FAMILIES, NOT_UPDATED, has_experts, misfit, quantization, routing
 from distill.preflight_checks import objective, tokens
 from distill.preflight_checks.devices import check_devices
-from distill.preflight_checks.machine import bulk_bytes, check_processor, slow_precision
+from distill.preflight_checks.machine import bulk_bytes, check_processor, faster_precision, in_fp32
 from distill.preflight_checks.placement import placed
 from distill.preflight_checks.probes import environment_sources
 from distill.prompts.sources import PromptSplit, TableSource, data_sources, open_prompts, text_config
@@ -94,7 +95,8 @@ def check(config: RunConfig) -> Checked:
         if not 0 <= id_ < vocab_size
     )
     lines += check_devices(config, where)
-    lines += slow_precision(config)
+    if in_fp32(config):
+        lines.append(faster_precision(config, core()))
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
     router = Router(config.teachers)
     for source in data_sources(split):

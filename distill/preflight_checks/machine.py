@@ -92,12 +92,12 @@ def faster_precision(config: RunConfig, device: Device) -> str:
     return f"These cores compute {fast} {times}: {' '.join(words)}" if words else ""
 
 
-def slow_precision(config: RunConfig) -> list[str]:
-    """A line when models that this machine's cores compute in bf16 are faster in fp32."""
+def in_fp32(config: RunConfig) -> list[str]:
+    """Settings with which all models that this machine's cores compute are in fp32; empty: they are, or bf16
+    is as fast."""
     here = config.cluster.type == "local" and installed_for_cpu()
-    if not here or not [*_in_precision(config, "float32")] or (device := core()).gain >= 1:
-        return []
-    return [faster_precision(config, device)]
+    settings = [*_in_precision(config, "float32")] if here else []
+    return settings if settings and core().gain < 1 else []
 
 
 def _in_precision(config: RunConfig, name: str) -> Iterator[str]:

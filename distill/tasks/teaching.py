@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 ROWS: Final = 64
 """Rows of a step, about."""
 RATE, WARM_UP_STEPS, LAST_RATE_SHARE, MAX_NORM = 4e-3, 25, 0.02, 1.0
+DECAY, MOMENTUM = 0.01, 0.95
 
 
 @dataclass(frozen=True)
@@ -145,20 +146,33 @@ def _taught(recipe: Recipe, seed: int, tokenizer: Any, loss: Loss) -> Any:
     named = list(model.named_parameters())
     matrices = [p for name, p in named if recipe.muon and p.ndim == 2 and "embed" not in name]
     rest = [p for _, p in named if all(p is not matrix for matrix in matrices)]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.01 * (not recipe.muon))
-    ]
-    if matrices:
-        optimizers.append(
-            torch.optim.Muon(matrices, momentum=0.95, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-        )
+    optimizer = torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=DECAY * (not recipe.muon))
+    momenta = [torch.zeros_like(matrix) for matrix in matrices]
     for step in range(recipe.steps):
         warm_up, decay = (step + 1) / WARM_UP_STEPS, max(LAST_RATE_SHARE, 1 - step / recipe.steps)
         loss(model, recipe, rng, step).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * min(1.0, warm_up) * decay
-            optimizer.step()
-            optimizer.zero_grad()
+        rate = RATE * min(1.0, warm_up) * decay
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        with torch.no_grad():
+            muon_step(matrices, momenta, rate)
+        model.zero_grad()
     return model.to(torch.bfloat16)
+
+
+def muon_step(matrices: Sequence[torch.Tensor], momenta: Sequence[torch.Tensor], rate: float) -> None:
+    """Change matrices with gradients, and their momenta, as `torch.optim.Muon` does with AdamW's learning
+    rates, but in fp32: in bf16 its products take a CPU without AVX-512 five times as long as all the rest."""
+    for matrix, momentum in zip(matrices, momenta, strict=True):
+        assert matrix.grad is not None
+        update = matrix.grad.lerp(momentum.lerp_(matrix.grad, 1 - MOMENTUM), MOMENTUM)
+        tall = update.shape[0] > update.shape[1]
+        wide = update.T if tall else update
+        wide = wide / wide.norm().clamp(min=1e-7)
+        for _ in range(5):
+            gram = wide @ wide.T
+            wide = 3.4445 * wide + (2.0315 * gram @ gram - 4.775 * gram) @ wide
+        length = 0.2 * max(update.shape) ** 0.5
+        matrix.mul_(1 - rate * DECAY).add_(wide.T if tall else wide, alpha=-rate * length)

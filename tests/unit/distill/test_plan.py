@@ -343,12 +343,13 @@ def test_the_faster_precision_of_cores_is_named_in_words_that_set_it(
 
     monkeypatch.setattr(machine, "core", lambda: core)
     monkeypatch.setattr(machine, "installed_for_cpu", lambda: True)
-    assert machine.slow_precision(config) == ([sentence] if fast.startswith("float32") else [])
+    words = [word for word in shlex.split(sentence) if "=" in word]
+    assert machine.in_fp32(config) == (words if fast.startswith("float32") else [])
     monkeypatch.setattr(machine, "installed_for_cpu", lambda: False)
-    assert machine.slow_precision(config) == []
+    assert machine.in_fp32(config) == []
 
     values = config.model_dump()
-    for word in [word for word in shlex.split(sentence) if "=" in word]:
+    for word in words:
         values = merge(values, parse_override(word))
     changed = RunConfig.model_validate(values)
     assert machine.faster_precision(changed, core) == ""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from small_config import make_config
 
 from distill import tasks
@@ -19,7 +20,7 @@ from distill.prompts.sources import TaskSource, open_prompts
 from distill.prompts.stream import Prompt
 from distill.tasks import TaskPrompt, is_held_out, sort_letters
 from distill.tasks.sort_letters import EOS_ID, LETTERS, VOCABULARY, examples, letter_tokenizer
-from distill.tasks.teaching import make_tokenizer
+from distill.tasks.teaching import make_tokenizer, muon_step
 from sync.base.errors import ConfigError, DataError
 
 
@@ -32,6 +33,25 @@ def prompt_of(text: str) -> TaskPrompt:
 
 
 TASK = sort_letters.make()
+
+
+def test_a_step_of_muon_is_that_of_torch_but_for_its_rounding() -> None:
+    random = torch.Generator().manual_seed(0)
+    shapes = [(64, 64), (32, 64), (96, 64)]
+    ours = [torch.randn(shape, generator=random).requires_grad_() for shape in shapes]
+    theirs = [matrix.detach().clone().requires_grad_() for matrix in ours]
+    momenta = [torch.zeros(shape) for shape in shapes]
+    muon = torch.optim.Muon(theirs, 0.05, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        before = [matrix.detach().clone() for matrix in ours]
+        for matrix, other in zip(ours, theirs, strict=True):
+            matrix.grad = torch.randn(matrix.shape, generator=random)
+            other.grad = matrix.grad.clone()
+        with torch.no_grad():
+            muon_step(ours, momenta, 0.05)
+        muon.step()
+        for matrix, other, old in zip(ours, theirs, before, strict=True):
+            assert (matrix - other).norm() < 0.04 * (matrix - old).norm()
 
 
 def test_exactly_the_answers_that_take_an_end_each_time_pass() -> None:
