@@ -492,7 +492,7 @@ async def test_a_killed_process_loses_its_episodes_and_no_more(tmp_path: Path, m
             assert text_of(await client.begin("x", 0)), "it may begin again"
             assert (await client.info()).tokenizer_fingerprint == tokenizers.fingerprint(TOKENIZER)
         child.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(child.wait, 60) == 0
+        assert await asyncio.to_thread(child.wait, 600) == 0
 
 
 # --- in a run -------------------------------------------------------------------------------------------

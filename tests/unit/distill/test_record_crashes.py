@@ -25,6 +25,7 @@ from disks import PAGE, fill, free, mounted, power_cut
 from in_memory import MemoryTrainer
 from random_history import PLAIN, History, differences, lived, opened, seen
 from recorded import rows_of
+from waiting import until
 
 from distill.record.audit import audit
 from distill.record.load import load
@@ -332,7 +333,7 @@ async def test_a_full_disk_pauses_the_record_and_nothing_is_torn(tmp_path: Path,
         fill(disk)
         record.issue(400)
         commit = asyncio.create_task(record.store.commit(durable=True))
-        await asyncio.sleep(0.2)
+        await asyncio.to_thread(until, lambda: "disk full" in caplog.text)
         assert not commit.done()
         assert rows_of(disk, COUNT) == [5]
         free(disk)

@@ -167,10 +167,10 @@ def test_term_reaches_the_command_and_its_status_comes_back(slurm) -> None:
         (port,) = {one.laddr.port for one in psutil.Process(running.pid).net_connections() if not one.raddr}
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"x" * 32)
-            stranger.settimeout(60)
+            stranger.settimeout(600)
             assert stranger.recv(1) == b""
         running.terminate()
-        assert running.wait(60) == 0  # the fake srun's; see the integration tests for Slurm's
+        assert running.wait(600) == 0  # the fake srun's; see the integration tests for Slurm's
         assert running.stdout.read() == "told\n"
     until(lambda: not any(map(psutil.pid_exists, below)))
 
@@ -201,7 +201,7 @@ def test_a_guard_that_is_told_to_end_as_it_joins_ends_its_command() -> None:
         guard = subprocess.Popen(line, env={**os.environ, "PYTHONPATH": str(ROOT), **link})
         with launcher.accept()[0] as joined:
             joined.sendall(guardian.ASK)
-            assert guard.wait(60) == 128 + signal.SIGTERM
+            assert guard.wait(600) == 128 + signal.SIGTERM
 
 
 # --- what a job does ----------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def started(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
     """
 
     def start(
-        *words: str, seconds: float = 60.0, status: int = 0, held: bool = False
+        *words: str, seconds: float = 600.0, status: int = 0, held: bool = False
     ) -> subprocess.Popen[bytes]:
         role = tmp_path / "role.py"
         role.write_text(ROLE.format(folder=tmp_path, seconds=seconds, status=status, held=held))
@@ -256,14 +256,14 @@ def test_a_warned_run_is_stopped_once_and_requeued(slurm, started, tmp_path: Pat
     running = started(job.RUN, str(tmp_path), "--", "run.toml")
     running.send_signal(signal.SIGUSR1)
     running.send_signal(signal.SIGUSR1)  # it may come twice, and `distill run` ends at once at the second
-    assert running.wait(60) == 130
+    assert running.wait(600) == 130
     assert (tmp_path / "asked").read_text() == "1\n"
     assert slurm() == [["scontrol", "requeue", "17"]]
 
 
 @pytest.mark.parametrize(
     ("number", "seconds", "left", "status"),
-    [(signal.SIGTERM, 60, 0, 130), (signal.SIGUSR1, 0, 0, 0), (None, 0, 2, 2)],
+    [(signal.SIGTERM, 600, 0, 130), (signal.SIGUSR1, 0, 0, 0), (None, 0, 2, 2)],
     ids=["stopped for good", "complete", "failed"],
 )
 def test_a_run_that_is_stopped_for_good_complete_or_failed_is_not_requeued(
@@ -275,14 +275,14 @@ def test_a_run_that_is_stopped_for_good_complete_or_failed_is_not_requeued(
         running.send_signal(number)
         until((tmp_path / "told").exists)  # a stand-in that is leaving would be killed by it
     (tmp_path / "let go").touch()
-    assert running.wait(60) == status
+    assert running.wait(600) == status
     assert slurm() == []
 
 
 def test_a_run_goes_on_where_its_folder_holds_one(slurm, started, tmp_path: Path) -> None:
-    assert started(job.RUN, str(tmp_path), "--", "run.toml", seconds=0).wait(60) == 0
+    assert started(job.RUN, str(tmp_path), "--", "run.toml", seconds=0).wait(600) == 0
     (tmp_path / "run.db").touch()
-    assert started(job.RUN, str(tmp_path), "--", "run.toml", "--set", "a=1", seconds=0).wait(60) == 0
+    assert started(job.RUN, str(tmp_path), "--", "run.toml", "--set", "a=1", seconds=0).wait(600) == 0
     lines = (tmp_path / "started").read_text().splitlines()
     assert lines == ["run run.toml", "run run.toml --set a=1 --resume"]
 
@@ -298,7 +298,7 @@ def test_the_array_of_replicas_lives_as_long_as_the_run(slurm, started, tmp_path
     running.terminate()
     until(lambda: slurm()[2:] == [cancel])  # before the run has ended, which may be killed for its time
     (tmp_path / "let go").touch()
-    assert running.wait(60) == 130
+    assert running.wait(600) == 130
 
 
 def test_an_array_that_is_refused_ends_the_job(slurm, tmp_path: Path, monkeypatch, capfd) -> None:
@@ -313,15 +313,15 @@ def test_a_replica_waits_for_its_run_and_is_requeued_until_the_run_ends(slurm, s
     (tmp_path / CONTROLLER_FILE).write_text('{"url": "http://127.0.0.1:1"}')
     running = started(job.REPLICA, str(tmp_path), "--", "--index", "3")
     running.send_signal(signal.SIGUSR1)  # preempted
-    assert running.wait(60) == 130
-    assert started(job.REPLICA, str(tmp_path), "--", "--index", "3", seconds=0, status=9).wait(60) == 9
+    assert running.wait(600) == 130
+    assert started(job.REPLICA, str(tmp_path), "--", "--index", "3", seconds=0, status=9).wait(600) == 9
     assert slurm() == [["scontrol", "requeue", "17"]] * 2
     ended = started(job.REPLICA, str(tmp_path), "--", "--index", "3")
     until(lambda: len((tmp_path / "started").read_text().splitlines()) == 3)
     ended.terminate()  # scancel
-    assert ended.wait(60) == 130
+    assert ended.wait(600) == 130
     replaced = started(job.REPLICA, str(tmp_path), "--", "--index", "3", seconds=0, status=3)
-    assert replaced.wait(60) == 3
+    assert replaced.wait(600) == 3
     assert len(slurm()) == 2
     assert {*(tmp_path / "started").read_text().splitlines()} == {f"student {tmp_path} --index 3"}
 

@@ -218,7 +218,7 @@ asks = [
 for token in (None, "a guess"):
     for ask in asks:
         try:
-            Visitor(sys.argv[1], token, timedelta(seconds=10)).ask(ask)
+            Visitor(sys.argv[1], token, timedelta(seconds=600)).ask(ask)
             sys.exit("it was answered")
         except RuntimeError as error:
             print(error)

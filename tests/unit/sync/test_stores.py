@@ -167,6 +167,8 @@ def test_what_a_killed_writer_left_is_removed_a_day_later(tmp_path: Path) -> Non
         os.utime(path, (then, then))
     DirectoryStore(tmp_path)
     assert [*(tmp_path / ".pending").iterdir()] == [new]
+    with pytest.raises(StoreError, match="cannot open the store"):
+        DirectoryStore(new)
 
 
 # --- each kind on its own ---------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_ids_that_mean_other_text_are_refused_with_the_first_of_them() -> None:
             with_tokens("x"),
             with_tokens("y"),
             6,
-            ["student's alone, such as 'x' (6)", "teacher's alone, such as 'y' (6)"],
+            ["1 ids from 6 on are the student's alone, such as 'x' (6)", "teacher's alone, such as 'y' (6)"],
         ),
         (
             tokenizer(VOCAB | {"<|reserved_special_token_0|>": 6, "<|eot|>": 7}),

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sync.base.errors import WireError
@@ -32,6 +32,8 @@ def test_another_message_or_schema_is_refused_by_name() -> None:
 
 
 @given(st.binary(max_size=200))
+@example(b"\x81\xa1x" + b"\x91" * 5_000)
+@example(b"\x82\xa4type\xa9Generated\xa2id\xa1\xff")
 def test_garbage_is_refused_with_one_error(body: bytes) -> None:
     with pytest.raises(WireError):
         decode(body, Generated)
