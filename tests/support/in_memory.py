@@ -96,6 +96,7 @@ class MemoryReplica:
     refusal: Callable[[Version], str] = lambda _: ""
     """Why it does not take a version; empty: it does."""
     workers: int = 1
+    closed: bool = False
     _broken: asyncio.Event = field(default_factory=asyncio.Event)
 
     def die(self) -> None:
@@ -169,7 +170,7 @@ class MemoryReplica:
         return self.up
 
     async def aclose(self) -> None:
-        """Nothing to close."""
+        self.closed = True
 
 
 def with_nan(answer: Generated) -> Generated:

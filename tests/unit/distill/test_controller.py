@@ -138,18 +138,25 @@ async def test_a_trainer_without_a_checkpoint_though_one_is_on_record_is_told_of
     assert "no checkpoint is left, though L000-v00000002 is on record" in caplog.text
 
 
-@pytest.mark.parametrize("with_controller", [False, True])
-async def test_a_restarted_trainer_gets_the_same_batches(controller, config, with_controller: bool) -> None:
-    """From a controller that went on, or that was killed with it and goes on from its record."""
-    settings = config(run={"steps": 12})
-    run = controller(settings)
+HALF_AND_KEPT = {"objective": {"type": "sft", "on_policy": 0.5}, "buffer": {"scores": "reference"}}
+
+
+@pytest.mark.parametrize(("with_controller", "sections"), [(False, {}), (True, {}), (True, HALF_AND_KEPT)])
+async def test_a_restarted_trainer_gets_the_same_batches(
+    controller, config, with_controller: bool, sections: dict[str, Any]
+) -> None:
+    """From a controller that went on, or that was killed with it and goes on from its record; also the
+    teacher's half, and where the teacher keeps its scores."""
+    settings = config(run={"steps": 12}, **sections)
+    want = Want(topk=2, entropy=True)
+    run = controller(settings, want=want)
     trainer = MemoryTrainer(run.session, ranks=2, checkpoint_every=4, step_seconds=0.005)
     running, first = asyncio.create_task(run.run()), asyncio.create_task(trainer.run())
     await trainer.reached(7)
     await cancel([first, running] if with_controller else [first])
     assert trainer.checkpoint == Version(0, 4)
     if with_controller:
-        run = controller(settings)
+        run = controller(settings, want=want)
         running, trainer.session = asyncio.create_task(run.run()), run.session
 
     await asyncio.wait_for(trainer.run(), 60)

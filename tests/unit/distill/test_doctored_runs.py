@@ -241,6 +241,7 @@ LIES: dict[str, dict[str, Callable[[Path], object]]] = {
         "a lineage that nobody opened was trained": forged(lambda x: x, lineage=7),
     },
     "ledger_damaged": {
+        "a checksum was altered": with_lines(lambda x: [x[0], x[1].replace(b"bits", b"bats"), *x[2:]]),
         "a step was taken out and the chain forged": forged(lambda x: [x[0], *x[2:]]),
         "a line names no rollouts and the chain is forged": forged(lambda x: [{**x[0], "ids": 7}, *x[1:]]),
         "a file is another lineage's": lambda run: shutil.copy(ledger(run, 0), ledger(run)),

@@ -132,6 +132,7 @@ async def test_a_replica_that_another_run_took_over_is_taken_out_and_the_others_
 
     summary, _ = await asyncio.gather(whole(run, trainer), steal())
     assert summary["weights_identical_by_replica"] == {"r0": True}
+    assert stolen.closed
     assert summary["problems"] == []
     assert not set(run.record.state.counters.dropped) & {"engine_failed", "impossible_version"}
 
@@ -139,12 +140,13 @@ async def test_a_replica_that_another_run_took_over_is_taken_out_and_the_others_
 async def test_a_replica_of_another_run_cannot_be_added(controller, config) -> None:
     async with replica(MemoryReplica(), Claim(OTHER)) as url:
         claim = Claim()
-        connect = lambda there: HttpReplica(there, claim=claim)  # noqa: E731
-        run = controller(config(run={"steps": 1000}), connect=connect, claim=claim)
+        engine = HttpReplica(url, claim=claim)
+        run = controller(config(run={"steps": 1000}), connect=lambda _: engine, claim=claim)
         task, call = asyncio.create_task(run.run()), BlockingPeer(run.url).call
         with pytest.raises(RemoteError, match=r"it serves run 'test' \(id 0123"):
             await asyncio.to_thread(call, "/v1/servers", wire.ServerRegisters(None, url), wire.ServerLease)
         assert list(run.pool.replicas) == ["r0"]
+        assert engine._closed
         await cancel([task])
 
 

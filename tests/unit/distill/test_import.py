@@ -7,14 +7,19 @@ drops, and beside each what a restart by that release found.
 from __future__ import annotations
 
 import json
+import struct
 import tarfile
+import zlib
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zstandard
 from in_memory import MemoryPrompts
 from random_history import KINDS, opened
+from recorded import rows_of
 
 from distill.batching.packing import Shape, pack_batch
 from distill.buffer import Bound, Rules
@@ -91,6 +96,7 @@ async def test_a_run_with_a_journal_goes_on_as_it_would_have(folder: Path, name:
         (share,) = pack_batch(batch, 1, Shape(64, ["t"]), lambda version: version.step)
         for rows in share.micro_batches:
             assert rows.teacher_logprob.shape == rows.behavior_logprob.shape
+            assert rows.prompt_lens == rows.completion_lens, "as that release drew them"
     record.issue(2)
     await record.store.commit()
     record.store.close()
@@ -117,3 +123,18 @@ async def test_what_a_crash_tore_is_left_out_and_damage_is_named(folder: Path) -
     with pytest.raises(DataError, match=r"holds segments \[1, .*restore those that are missing"):
         await import_journal(run, KINDS["plain"], 1)
     assert not (run / RECORD).exists()
+
+
+async def test_the_reward_of_a_rollout_and_that_it_was_cut_off_are_imported(folder: Path) -> None:
+    """The runs that are kept have neither: both are written into the entries of an archive."""
+    path = folder / "plain11" / JOURNAL / "archive-00000000.log"
+    entries, columns = msgspec.msgpack.decode(zstandard.decompress(path.read_bytes()[10:]))
+    scored = [entry for entry in entries if entry[0] == "Rollout"]
+    for entry in scored:
+        entry[7], entry[11] = True, 0.5
+    payload = msgspec.msgpack.encode((entries, columns))
+    crc = zlib.crc32(payload, zlib.crc32(struct.pack("<2sIQQ", b"DA", len(payload), 0, 0)))
+    path.write_bytes(struct.pack("<2sII", b"DA", len(payload), crc) + payload)
+    await import_journal(folder / "plain11", KINDS["plain"], 1)
+    cut = "SELECT id FROM rollout WHERE truncated AND reward = 0.5 ORDER BY scored"
+    assert rows_of(folder / "plain11", cut) == [entry[1] for entry in scored] != []

@@ -211,13 +211,15 @@ async def test_a_replica_that_restarted_unseen_is_noticed_by_its_version() -> No
 
 
 async def test_a_replica_may_leave_and_streams_of_one_that_left_or_is_lost_are_cancelled() -> None:
-    world = World(a=MemoryReplica(), b=MemoryReplica())
+    left, stays = MemoryReplica(), MemoryReplica()
+    world = World(a=left, b=stays)
     async with world.running(2):
         streams = [asyncio.create_task(asyncio.sleep(60)) for _ in world.serving()]
         for stream, replica in zip(streams, world.pool.serving(), strict=True):
             replica.streams.add(stream)
         await world.pool.remove("a")
         assert world.serving() == ["b"]
+        assert (left.closed, stays.closed) == (True, False)
         world.pool.report_lost(world.pool.replicas["b"])
         await asyncio.wait(streams, timeout=30)
         assert all(stream.cancelled() for stream in streams)
