@@ -36,7 +36,7 @@ class Device:
 
     @property
     def gain(self) -> float:
-        """Times as fast as float32 weights as those of 16 bits are computed; 1: it hardly matters."""
+        """How many times as fast weights of 16 bits are computed as float32 ones; 1: it hardly matters."""
         ratio = self.flops_per_second(2) / self.flops_per_second(4)
         return ratio if max(ratio, 1 / ratio) >= NOTABLE else 1.0
 
