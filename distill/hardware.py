@@ -72,7 +72,7 @@ DEVICES: Final = {
 
 @cache
 def core() -> Device:
-    """One core of this machine, from a fifth of a second of its products and reads. Imports torch.
+    """One core of this machine, from its products and reads, which are timed. Imports torch.
 
     A model's products take FLOPs / (PRODUCTS x a bare product's speed), and what lies between them takes
     FLOPs / (BETWEEN x bytes/s), by which AMX helps a model less than its products.
