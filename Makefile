@@ -13,7 +13,6 @@ MUTANTS := .cache/mutants
 REAL := .cache/real
 LAYERS ?= 24
 STEPS ?= 100
-FP32 := --set student.dtype=float32 --set teachers.smollm2.dtype=float32 --set 'trainer.overrides={"bf16.enabled"=false}'
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
@@ -83,7 +82,7 @@ real: $(REAL)/prompts.jsonl  ## distil SmolLM2-135M into itself without some lay
 		--layers $(LAYERS) --prompts $(REAL)/prompts.jsonl
 	$(BIN)/distill run configs/small_model.toml --set run.name=small-model-$(LAYERS) --set run.steps=$(STEPS) \
 		--set student.path=$(REAL)/student-$(LAYERS) --set teachers.smollm2.path=$(REAL)/teacher \
-		--set prompts.path=$(REAL)/prompts.jsonl $(if $(shell grep -m1 -w 'avx512_bf16\|amx_bf16\|bf16' /proc/cpuinfo),,$(FP32))
+		--set prompts.path=$(REAL)/prompts.jsonl
 	echo "What is the capital of France?" | $(BIN)/distill chat runs/small-model-$(LAYERS)
 
 $(REAL)/prompts.jsonl: $(STAMP)

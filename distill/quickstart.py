@@ -16,7 +16,6 @@ from rich.console import Console
 from distill.config import RunConfig
 from distill.config.loading import load, read
 from distill.launch.run_folder import RunFolder, holds_run
-from distill.preflight_checks.machine import in_fp32
 from distill.tasks import Models
 from sync.base.errors import DistillError
 
@@ -44,11 +43,7 @@ def prepare(
     with console.status("making a teacher and a student from scratch (once, about a minute)"):
         path, ours = source(seed, task)
     seconds = time.monotonic() - began
-    if precision := in_fp32(config := load(path, [*ours, *overrides])):
-        line = f"set, as these cores compute float32 faster than bfloat16: {', '.join(precision)}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-        config = load(path, [*ours, *precision, *overrides])
-    return config, seconds
+    return load(path, [*ours, *overrides]), seconds
 
 
 def source(seed: int, task: Task = "sort_letters") -> tuple[Path, list[str]]:

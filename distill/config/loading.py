@@ -41,6 +41,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return located(read(path, overrides), path)
 
 
+def with_settings(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """A configuration with overrides such as `load` takes. Raises ConfigError."""
+    raw: dict[str, Any] = config.model_dump()
+    for override in overrides:
+        raw = merge(raw, parse_override(override))
+    return validate(raw, "a configuration")
+
+
 def located(raw: Mapping[str, Any], path: Path) -> RunConfig:
     """What `read` found in `path`, checked. Raises ConfigError."""
     if isinstance(run := raw.get("run"), Mapping):

@@ -25,7 +25,7 @@ from distill.planning.estimate import (
 )
 from distill.planning.measured import Measured, calibrate, check_student_generates, measure
 from distill.preflight_checks.devices import Use, check_devices, gpu_names, gpus, uses, visible
-from distill.preflight_checks.machine import GIB, faster_precision
+from distill.preflight_checks.machine import GIB, decide_precision, faster_precision
 from distill.preflight_checks.objective import with_objective
 from distill.preflight_checks.placement import placed
 from distill.topology import TRAINER, Process
@@ -82,6 +82,8 @@ def forecast(
     """As `distill.plan`."""
     where, machines = placed(config)
     config, row, roles = _place(config, device, where)
+    if row.name == CPU:
+        config, _ = decide_precision(config)
     run, theirs, calibration = _calibration(measured, device) if measured else (None, None, None)
     lengths = estimate.lengths_of(config, prompt, completion, run.lengths if run else None)
     plan = estimate.plan(config, row, roles, lengths, calibration)

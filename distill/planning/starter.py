@@ -145,8 +145,9 @@ def _text(request: Wanted, split: Split | None, length: int, path: Path) -> str:
     place, kind, trainer = "the cores of one machine", "cpu", "ranks = 1\n"
     student, teacher = f"[student.engine_args]\nmax-model-len = {length}\n", f"max_length = {length}\n"
     evaluator = preflight = ""
+    precision = 'precision = "fastest"             # float32 where these cores compute it faster\n'
     if split is not None:
-        place, kind = f"{request.gpus} GPUs of {request.gib:g} GiB", "gpu"
+        place, kind, precision = f"{request.gpus} GPUs of {request.gib:g} GiB", "gpu", ""
         tensor, parts = (gpus.count(",") + 1 for gpus in (split.replicas[0], split.teacher))
         student = (
             f"replicas = {len(split.replicas)}\n"
@@ -173,7 +174,7 @@ def _text(request: Wanted, split: Split | None, length: int, path: Path) -> str:
 [run]
 name = {_quoted(_name(request))}
 steps = 1000                      # optimizer steps
-
+{precision}
 [student]
 path = {_quoted(request.student)}
 {student}

@@ -18,11 +18,10 @@ from urllib.parse import urlsplit
 from distill.buffer import rules
 from distill.config import RunConfig
 from distill.evaluation.sets import PromptSet, check_rewards, open_sets
-from distill.hardware import core
 from distill.model_facts import FAMILIES, NOT_UPDATED, has_experts, misfit, quantization, routing
 from distill.preflight_checks import objective, tokens
 from distill.preflight_checks.devices import check_devices
-from distill.preflight_checks.machine import bulk_bytes, check_processor, faster_precision, in_fp32
+from distill.preflight_checks.machine import bulk_bytes, check_processor, decide_precision
 from distill.preflight_checks.placement import placed
 from distill.preflight_checks.probes import environment_sources
 from distill.prompts.sources import PromptSplit, TableSource, data_sources, open_prompts, text_config
@@ -68,9 +67,10 @@ def check(config: RunConfig) -> Checked:
         objective.try_own(config.objective)
     if isinstance(config.weights.store, OwnStoreConfig):
         check_module(config.weights.store.name, "weights.store.type")
+    config, precision = decide_precision(config)
     config, tokenizer, meanings = tokens.resolve(config)
     config, lines = objective.resolve(config)
-    lines += meanings
+    lines += [*precision, *meanings]
     deepspeed_config(config.trainer)
     check_secrets(config)
     rules(config)
@@ -95,8 +95,6 @@ def check(config: RunConfig) -> Checked:
         if not 0 <= id_ < vocab_size
     )
     lines += check_devices(config, where)
-    if in_fp32(config):
-        lines.append(faster_precision(config, core()))
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
     router = Router(config.teachers)
     for source in data_sources(split):

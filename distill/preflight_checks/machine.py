@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from distill.config import RunConfig, StudentConfig
+from distill.config.loading import load_run_dir, with_settings
 from distill.hardware import Device, core
 from distill.model_facts import count_parameters, on_meta, precision, routing
 from distill.prompts.sources import text_config
@@ -82,22 +83,33 @@ def cpuinfo() -> str:
     return Path("/proc/cpuinfo").read_text()
 
 
+def decide_precision(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """With `run.precision` decided, as it was when a run that goes on began, and a line where cores of this
+    machine are faster in fp32. Raises ConfigError."""
+    here = config.cluster.type == "local" and installed_for_cpu()
+    words = [*_in_precision(config, "float32")] if here else []
+    as_set = config.with_(run={"precision": "as_set"})
+    if words and config == as_set:
+        return config, [faster_precision(config, core())] if core().gain < 1 else []
+    if words and (config.run_dir / "config.json").is_file():
+        began = load_run_dir(config.run_dir)
+        words = [] if in_bf16(deepspeed_config(began.trainer)) else words
+    elif words and core().gain >= 1:
+        words = []
+    return with_settings(as_set, words), ["run.precision: float32 (fastest)"] if words else []
+
+
 def faster_precision(config: RunConfig, device: Device) -> str:
-    """One sentence: which precision `device` computes models in faster, as words of a command for all that
-    are in the other; empty: it hardly matters, or there are none."""
+    """One sentence: which precision `device` computes models in faster, and the words of a command for all
+    that are in the other; empty: it hardly matters, or there are none."""
     gain = device.gain
     fast, slow = ("bfloat16", "float32") if gain > 1 else ("float32", "bfloat16")
-    words = [] if gain == 1 else [f"--set {shlex.quote(word)}" for word in _in_precision(config, fast)]
+    words = [] if gain == 1 else [*_in_precision(config, fast)]
+    if words and fast == "float32":
+        words = ["run.precision=fastest"]
     times = f"{max(gain, 1 / gain):.1f} times as fast as {slow}"
-    return f"These cores compute {fast} {times}: {' '.join(words)}" if words else ""
-
-
-def in_fp32(config: RunConfig) -> list[str]:
-    """Settings with which all models that this machine's cores compute are in fp32; empty: they are, or bf16
-    is as fast."""
-    here = config.cluster.type == "local" and installed_for_cpu()
-    settings = [*_in_precision(config, "float32")] if here else []
-    return settings if settings and core().gain < 1 else []
+    flags = " ".join(f"--set {shlex.quote(word)}" for word in words)
+    return f"These cores compute {fast} {times}: {flags}" if words else ""
 
 
 def _in_precision(config: RunConfig, name: str) -> Iterator[str]:

@@ -130,9 +130,7 @@ def run_steps(
             time.sleep(0.5)
         output.seek(0)
         if process.returncode != 0:
-            raise DistillError(
-                f"{' '.join(line[4:])} ended with {process.returncode}:\n{output.read()[-2000:]}"
-            )
+            raise DistillError(f"{run_dir} ended with {process.returncode}:\n{output.read()[-2000:]}")
     return read_run(run_dir), looks
 
 

@@ -2,8 +2,8 @@
 
 Same models, prompts in the same order, batch, steps, optimizer, schedule and objective (reverse KL over the
 whole vocabulary, temperature 1). Ours is the asynchronous run of `asynchronous`; the others get all cores for
-their one process. Each has the precision that is faster in a few steps before, and is timed behind its first
-steps. TRL lives in an environment of its own inside the folder, made once by pip. At the scale `rewards` its
+their one process. Each is timed behind its first steps, in the precision that is faster in a few before (fp32
+where bare products are). pip makes TRL's environment inside the folder, once. At the scale `rewards` its
 `GRPOTrainer` stands beside configs/rewards.toml. Else the limit of a step follows (`asynchronous`).
 """
 
@@ -23,6 +23,7 @@ import typer
 
 from distill.config import RunConfig
 from distill.config.loading import load
+from distill.hardware import core
 from distill.prompts.sources import open_prompts
 from distill.prompts.stream import PromptStream
 from sync.base.errors import DistillError
@@ -71,7 +72,8 @@ def run(
     trials, precision = dict[str, list[Figures]](), dict[str, str]()
     for side in (*sides, "ours"):
         probe = size._replace(learns=False, steps=size.probe_steps)
-        ms = {name: trial(side, 0, name, probe)["step_ms"] for name in ("bf16", "fp32")}
+        precisions = ("fp32",) if core().gain < 1 else ("bf16", "fp32")
+        ms = {name: trial(side, 0, name, probe)["step_ms"] for name in precisions}
         precision[side], trials[side] = min(ms, key=ms.__getitem__), []
     for seed in range(seeds):
         for side, of in trials.items():
@@ -87,7 +89,7 @@ def settings(size: Scale, precision: str) -> list[str]:
     """Of our run in a precision; TRL and the loop have a flag. The toy's teacher is fp32 in both."""
     fp32 = ["student.dtype=float32", 'trainer.overrides={"bf16.enabled"=false}']
     fp32 += [f"teachers.{size.teacher}.dtype=float32"] if size.teacher else []
-    return [*OVERLAPPED, *(fp32 if precision == "fp32" else ())]
+    return [*OVERLAPPED, "run.precision=as_set", *(fp32 if precision == "fp32" else ())]
 
 
 def table(report: Figures) -> str:
@@ -112,8 +114,7 @@ def environment(folder: Path) -> str:
 
 def finish(words: Sequence[str], env: Mapping[str, str] | None = None) -> None:
     """Run a command. Raises DistillError with its errors when it fails."""
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
-    if done.returncode != 0:
+    if (done := subprocess.run(words, capture_output=True, text=True, check=False, env=env)).returncode:
         raise DistillError(f"{' '.join(words[:5])} … failed:\n{done.stderr[-2000:]}")
 
 

@@ -35,7 +35,7 @@ from small_config import make_config
 import distill
 from distill import hardware
 from distill.config import RunConfig
-from distill.config.loading import merge, parse_override
+from distill.config.loading import parse_override, with_settings
 from distill.config.prompts import EnvironmentPrompts, JsonlPrompts
 from distill.hardware import DEVICES, Device, of_names
 from distill.launch import probe
@@ -323,41 +323,49 @@ def test_the_threads_of_a_plan_are_settings_of_its_run_where_all_of_it_is_here(
         (None, "bfloat16", ""),
     ],
 )
-def test_the_faster_precision_of_cores_is_named_in_words_that_set_it(
-    model: str, single: float | None, now: str, fast: str, monkeypatch: pytest.MonkeyPatch
+def test_the_faster_precision_of_cores_is_named_and_set(
+    model: str, single: float | None, now: str, fast: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The preflight names it where nothing is lost by it: fp32 for bf16."""
+    """The preflight names fp32 for bf16, by which nothing is lost; `run.precision` sets it for a new run."""
     core = hardware.Device("cpu", 100.0, 1.0, 0.0, 128, 0.4, 0.5, single)
     overrides = {"bf16.enabled": now == "bfloat16"}
     config = make_config(
-        student={"path": model, "dtype": now}, trainer={"deepspeed": DEEPSPEED, "overrides": overrides}
+        run={"name": "test", "steps": 1, "folder": tmp_path},
+        student={"path": model, "dtype": now},
+        trainer={"deepspeed": DEEPSPEED, "overrides": overrides},
     )
     teachers = {
         "v1.5": TeacherConfig(path=model, dtype=now),
         "far": TeacherConfig(path=model, urls=["http://127.0.0.1:1"]),
     }
-    config = config.model_copy(update={"teachers": teachers})
+    config = with_settings(config.model_copy(update={"teachers": teachers}), [])
     sentence = machine.faster_precision(config, core)
     assert fast in sentence
     assert bool(fast) == bool(sentence)
 
     monkeypatch.setattr(machine, "core", lambda: core)
     monkeypatch.setattr(machine, "installed_for_cpu", lambda: True)
-    words = [word for word in shlex.split(sentence) if "=" in word]
-    assert machine.in_fp32(config) == (words if fast.startswith("float32") else [])
-    monkeypatch.setattr(machine, "installed_for_cpu", lambda: False)
-    assert machine.in_fp32(config) == []
-
-    values = config.model_dump()
-    for word in words:
-        values = merge(values, parse_override(word))
-    changed = RunConfig.model_validate(values)
+    fp32 = fast.startswith("float32")
+    assert machine.decide_precision(config) == (config, [sentence] if fp32 else [])
+    asked = with_settings(config, [word for word in shlex.split(sentence) if "=" in word])
+    assert asked.run.precision == ("fastest" if fp32 else "as_set")
+    changed, lines = machine.decide_precision(asked)
+    assert lines == ["run.precision: float32 (fastest)"] * fp32
     assert machine.faster_precision(changed, core) == ""
     if fast:
         models = [changed.student, changed.teachers["v1.5"]]
         assert {each.dtype for each in models} == {fast.split()[0]}
         assert in_bf16(deepspeed_config(changed.trainer)) == (fast.split()[0] == "bfloat16")
     assert changed.teachers["far"] == config.teachers["far"]
+    assert changed.run == config.run
+
+    fastest = with_settings(config, ["run.precision=fastest"])
+    began = with_settings(config, ['trainer.overrides={"bf16.enabled"=true}'])
+    config.run_dir.mkdir()
+    (config.run_dir / "config.json").write_text(began.model_dump_json())
+    assert machine.decide_precision(fastest) == (config, [])
+    monkeypatch.setattr(machine, "installed_for_cpu", lambda: False)
+    assert machine.decide_precision(config) == machine.decide_precision(fastest) == (config, [])
 
 
 def test_roles_whose_gpus_are_unknown_are_refused(model: str) -> None:

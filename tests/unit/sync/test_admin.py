@@ -26,7 +26,8 @@ DAY = 86400.0
 
 
 def weights(step: int) -> np.ndarray:
-    return np.arange(512, dtype="f4") * np.float32(0.01) + np.float32(step)
+    index = np.arange(512, dtype="f4")
+    return index * np.float32(0.01) + np.where(index % 4 == 0, np.float32(step), np.float32(0))
 
 
 def steps(found: list[Version]) -> list[int]:

@@ -190,8 +190,17 @@ def test_wide_steps_are_written_byte_by_byte(lib: Any) -> None:
     by_bytes = [((0x12345678 * 2 - 1) >> shift) & 255 for shift in (0, 8, 16, 24)]
     blob = b"\x01\x02" + stream(0, 1) + b"\0\0" + stream(255, 5) + stream(*by_bytes)
     assert survives(lib, old, new, "f4", "fast") == blob
-    moved = np.full(400, 0x3C003C00, "u4")
-    assert len(survives(lib, moved, moved + 300 + mixed(400, 4) % 1000, "f4", "fast")) < 1000
+    old = np.full(400, 0x3C003C00, "u4")
+    new = np.where(np.arange(400) % 2, old, old + 300 + mixed(400, 4) % 1000).astype("u4")
+    assert len(survives(lib, old, new, "f4", "fast")) < 1000
+
+
+def test_fp32_of_which_more_than_half_changed_is_sent_as_it_is(lib: Any) -> None:
+    old = np.full(5, 0x3C003C00, "u4")
+    new = old + np.array([1, 0, 1, 0, 1], "u4")
+    assert survives(lib, old, new, "f4", "fast") == b"\4" + stream(*new.tobytes())
+    new[4] = old[4]
+    assert survives(lib, old, new, "f4", "fast")[0] == 1
 
 
 # --- range coder and hazards ------------------------------------------------------------------------------
