@@ -183,10 +183,12 @@ def table(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> It
     if plan.gpus:
         yield _row("GPU-hours", f"{plan.hours * plan.gpus:,.3g}", f"{plan.gpus} GPUs")
     if not measured:
+        single = f" ({device.single / 1e12:,.2g} in float32)" if device.single else ""
         yield (
-            f"\nAssumed: {device.compute_share:.2g} of {device.flops / 1e12:,.4g} TFLOP/s in prefill, "
-            f"scoring and training, {device.bandwidth_share:.2g} of {device.bandwidth / 1e12:.4g} TB/s in "
-            "decoding, stages that overlap fully; --measured RUN_DIR replaces these by what a run reached."
+            f"\nAssumed: {device.compute_share:.2g} of {device.flops / 1e12:,.4g} TFLOP/s{single} in "
+            f"prefill, scoring and training, {device.bandwidth_share:.2g} of "
+            f"{device.bandwidth / 1e12:.4g} TB/s in decoding, stages that overlap fully; --measured RUN_DIR "
+            "replaces these by what a run reached."
         )
     if sentence := threads(plan) or split(plan):
         yield sentence

@@ -29,13 +29,7 @@ def written(path: Path, steps: int, *layers: dict[str, dict[str, Any]]) -> Path:
     `layers`: sections, each laid over those before it, key by key.
     """
     config: dict[str, dict[str, Any]] = {
-        "run": {
-            "name": path.stem,
-            "folder": path.parent,
-            "steps": steps,
-            "start_seconds": 1200,
-            "precision": "fastest",
-        },
+        "run": {"name": path.stem, "folder": path.parent, "steps": steps, "start_seconds": 1200},
         "student": {"path": path.parent / "student"},
         "trainer": {"ranks": 1, "deepspeed": ROOT / "configs/deepspeed/zero3_cpu.json", "threads": 1},
         "tracking": {"wandb": "disabled"},

@@ -254,6 +254,8 @@ def test_bytes_of_a_version(model: str) -> None:
     assert delta_share(1e-9, "small", 1) == pytest.approx(0.00659 / 2)
     assert delta_share(3e-6, "fast", 8) == pytest.approx(0.0247 / 2 * 8**0.7)
     assert delta_share(5e-5, "fast", 10**4) == 1
+    single = planned(on_gpus(model, trainer={"overrides": {"bf16.enabled": False}}))
+    assert single.delta_bytes == single.full_bytes == 4 * PARAMETERS
     adapters = planned(on_gpus(model, trainer={"lora": {"rank": 4}}))
     query, key = WIDTH + HEADS * HEAD, WIDTH + KV_HEADS * HEAD
     assert adapters.full_bytes == 2 * 4 * LAYERS * (2 * query + 2 * key + 3 * (WIDTH + INNER))
