@@ -80,7 +80,7 @@ def prepare_role(config: RunConfig, process: Process, registers: bool) -> RunCon
     section, filled = process.section, [process.section]
     check_parts(config, [section])
     check_keys(config)
-    if config.run.precision == "fastest":
+    if config.run.precision == "fastest" and config.cluster.type == "local":
         raise ConfigError(
             'run.precision is "fastest", which a run decides before it starts its processes: name the run\'s '
             "folder in place of the file, or set dtype of the models and bf16.enabled of DeepSpeed's file"

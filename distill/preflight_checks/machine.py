@@ -88,15 +88,14 @@ def decide_precision(config: RunConfig) -> tuple[RunConfig, list[str]]:
     machine are faster in fp32. Raises ConfigError."""
     here = config.cluster.type == "local" and installed_for_cpu()
     words = [*_in_precision(config, "float32")] if here else []
-    as_set = config.with_(run={"precision": "as_set"})
-    if words and config == as_set:
+    decided = config.with_(run={"precision": "as_set"})
+    if words and config.run.precision == "as_set":
         return config, [faster_precision(config, core())] if core().gain < 1 else []
     if words and (config.run_dir / "config.json").is_file():
-        began = load_run_dir(config.run_dir)
-        words = [] if in_bf16(deepspeed_config(began.trainer)) else words
-    elif words and core().gain >= 1:
-        words = []
-    return with_settings(as_set, words), ["run.precision: float32 (fastest)"] if words else []
+        fp32 = not in_bf16(deepspeed_config(load_run_dir(config.run_dir).trainer))
+    else:
+        fp32 = bool(words) and core().gain < 1
+    return (with_settings(decided, words), ["run.precision: float32 (fastest)"]) if fp32 else (decided, [])
 
 
 def faster_precision(config: RunConfig, device: Device) -> str:

@@ -101,10 +101,14 @@ def test_a_default_that_depends_on_an_unreadable_model_is_refused_with_the_key_t
         objective.resolve(gone)
 
 
-def test_every_role_alone_resolves_the_same_objective(tmp_path: Path, monkeypatch: Any) -> None:
+def test_every_role_alone_resolves_the_same_objective_and_leaves_the_precision_to_the_run(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     teacher = shutil.copytree(dense(tmp_path / "model", hidden_size=WIDTH), tmp_path / "teacher")
     config = unnamed(tmp_path, run={"folder": str(tmp_path)}, teachers={"t": {"path": str(teacher)}})
     assert single_role.prepare_train(config).objective == Full(forward=1.0, ends=4.0)
+    with pytest.raises(ConfigError, match=r'run\.precision is "fastest", which a run decides before'):
+        single_role.prepare_train(config.with_(run={"precision": "fastest"}))
 
 
 HOT = {"teacher_temperature": "rollout"}
