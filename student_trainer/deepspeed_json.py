@@ -57,8 +57,12 @@ def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
 
 def in_bf16(config: Mapping[str, Any]) -> bool:
     """Whether the model computes with weights in bf16; else they are fp32."""
-    section = "bf16" if "bf16" in config else "bfloat16"  # its old name
-    return bool(_fields(config).get(f"{section}.enabled"))
+    return bool(_fields(config).get(f"{bf16_section(config)}.enabled"))
+
+
+def bf16_section(config: Mapping[str, Any]) -> str:
+    """The section that says it: DeepSpeed reads the old name where the new one is not there."""
+    return "bfloat16" if "bfloat16" in config and "bf16" not in config else "bf16"
 
 
 def offloads(config: Mapping[str, Any], name: str) -> bool:

@@ -50,8 +50,9 @@ class RunConfigSection(Settings):
     steps: Live[int] = Field(ge=1)
     """Optimizer steps."""
     precision: Live[Literal["as_set", "fastest"]] = "as_set"
-    """Precision of models and training on CPU cores. fastest: float32 where bfloat16 is set and the cores of
-    this machine, whose products are timed, compute float32 faster; a run goes on as it began."""
+    """Precision of models and training on CPU cores. fastest, of a `cluster.type` "local": float32 where
+    bfloat16 is set and this machine's cores, whose products are timed, compute float32 faster. A run goes on
+    as it began."""
     seed: Fixed[int] = Field(0, ge=0, lt=1 << 32)
     """Seed of prompt order, evaluation, teachers' completions and training; replica I samples with seed I."""
     grace_seconds: Live[float] = Field(60.0, gt=0)

@@ -18,6 +18,7 @@ from distill.launch.roles import Ports, plan_servers, role_words, temporary, tok
 from distill.launch.run_folder import check_holds_run
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.checks import check, check_keys
+from distill.preflight_checks.machine import decide_precision
 from distill.preflight_checks.objective import resolve
 from distill.preflight_checks.placement import needs
 from distill.prompts.stream import PromptStream
@@ -41,6 +42,8 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     Reads the models' configs where a choice depends on them; no weights, no prompts. Raises ConfigError.
     """
     check_keys(config)
+    if config.run.precision == "fastest":
+        config, _ = decide_precision(config)
     config = resolve(config).config
     shown = secrets.hide(config.model_dump(mode="json"))
     if config.cluster.type != "local":

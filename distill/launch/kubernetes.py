@@ -106,7 +106,7 @@ def render(path: Path, overrides: Sequence[str], target: Target, shown: str = "F
     check_keys(config)
     url = f"http://{name}-{CONTROLLER}-0-0.{name}:{PORT}"
     ours = {"host": "0.0.0.0", "port": PORT, "url": url, "trainer": "launch"}
-    within = merge(within, {"run": {"folder": str(folder)}, "controller": ours})
+    within = merge(within, {"run": {"folder": str(folder), "precision": "as_set"}, "controller": ours})
     specs = roles(validate(within, str(path)), target, url)
     _check_names(name, specs)
     return filled(

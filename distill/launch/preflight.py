@@ -80,10 +80,12 @@ def prepare_role(config: RunConfig, process: Process, registers: bool) -> RunCon
     section, filled = process.section, [process.section]
     check_parts(config, [section])
     check_keys(config)
-    if config.run.precision == "fastest" and config.cluster.type == "local":
+    computes = process.role != Role.ENVIRONMENT
+    if config.run.precision == "fastest" and config.cluster.type == "local" and computes:
         raise ConfigError(
             'run.precision is "fastest", which a run decides before it starts its processes: name the run\'s '
-            "folder in place of the file, or set dtype of the models and bf16.enabled of DeepSpeed's file"
+            'folder in place of the file, or set run.precision = "as_set" and, for the run too, dtype of the '
+            "models and bf16.enabled of DeepSpeed's file"
         )
     match process.role:
         case Role.EVALUATOR:

@@ -463,6 +463,8 @@ def version_bytes(
     full = full_bytes(config, parameters)
     if trainer.lora is not None or weights.transport == "broadcast":
         return full, None
-    in_fp32 = published_item(trainer) == 4  # every element changes, and they are sent as they are
-    share = 1.0 if in_fp32 else delta_share(trainer.lr, weights.codec, weights.publish_every)
+    if published_item(trainer) == 4:  # every element changes, by 14 of its bits
+        share = 0.44 if weights.codec == "small" else 1.0
+    else:
+        share = delta_share(trainer.lr, weights.codec, weights.publish_every)
     return full, (measured or share) * full

@@ -67,8 +67,8 @@ def check(config: RunConfig) -> Checked:
         objective.try_own(config.objective)
     if isinstance(config.weights.store, OwnStoreConfig):
         check_module(config.weights.store.name, "weights.store.type")
-    config, precision = decide_precision(config)
     config, tokenizer, meanings = tokens.resolve(config)
+    config, precision = decide_precision(config)
     config, lines = objective.resolve(config)
     lines += [*precision, *meanings]
     deepspeed_config(config.trainer)

@@ -24,9 +24,10 @@ from distill.config.loading import load_run_dir, with_settings
 from distill.hardware import Device, core
 from distill.model_facts import count_parameters, on_meta, precision, routing
 from distill.prompts.sources import text_config
+from distill.record.store import RECORD
 from distill.topology import servers
 from student_trainer.config import LoRAConfig, TrainerSettings
-from student_trainer.deepspeed_json import deepspeed_config, in_bf16
+from student_trainer.deepspeed_json import bf16_section, deepspeed_config, in_bf16
 from student_trainer.objectives.config import needs, student_topk
 from sync.base.errors import ConfigError
 from sync.base.settings import DirectoryStoreConfig, ModelSource, XetStoreConfig
@@ -84,18 +85,25 @@ def cpuinfo() -> str:
 
 
 def decide_precision(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """With `run.precision` decided, as it was when a run that goes on began, and a line where cores of this
-    machine are faster in fp32. Raises ConfigError."""
-    here = config.cluster.type == "local" and installed_for_cpu()
-    words = [*_in_precision(config, "float32")] if here else []
-    decided = config.with_(run={"precision": "as_set"})
-    if words and config.run.precision == "as_set":
-        return config, [faster_precision(config, core())] if core().gain < 1 else []
-    if words and (config.run_dir / "config.json").is_file():
-        fp32 = not in_bf16(deepspeed_config(load_run_dir(config.run_dir).trainer))
+    """With `run.precision` decided for the cores of this machine, as it was where the run has begun, and what
+    to say of it. Raises ConfigError."""
+    begun = (config.run_dir / RECORD).is_file()
+    if config.run.precision == "as_set":
+        slow = not begun and _on_cores(config) and [*_in_precision(config, "float32")] and core().gain < 1
+        return config, [faster_precision(config, core())] if slow else []
+    if begun:
+        record = load_run_dir(config.run_dir).with_(trainer={"deepspeed": config.trainer.deepspeed})
+        fp32 = not [*_in_precision(record, "float32")]
     else:
-        fp32 = bool(words) and core().gain < 1
-    return (with_settings(decided, words), ["run.precision: float32 (fastest)"]) if fp32 else (decided, [])
+        fp32 = _on_cores(config) and core().gain < 1
+    words = [*_in_precision(config, "float32")] if fp32 else []
+    lines = ["run.precision: float32 (fastest)"] if words else []
+    return with_settings(config, ["run.precision=as_set", *words]), lines
+
+
+def _on_cores(config: RunConfig) -> bool:
+    """Whether a run's models are computed by this machine's cores, for which `run.precision` chooses."""
+    return config.cluster.type == "local" and installed_for_cpu()
 
 
 def faster_precision(config: RunConfig, device: Device) -> str:
@@ -104,7 +112,7 @@ def faster_precision(config: RunConfig, device: Device) -> str:
     gain = device.gain
     fast, slow = ("bfloat16", "float32") if gain > 1 else ("float32", "bfloat16")
     words = [] if gain == 1 else [*_in_precision(config, fast)]
-    if words and fast == "float32":
+    if words and fast == "float32" and _on_cores(config):
         words = ["run.precision=fastest"]
     times = f"{max(gain, 1 / gain):.1f} times as fast as {slow}"
     flags = " ".join(f"--set {shlex.quote(word)}" for word in words)
@@ -115,12 +123,14 @@ def _in_precision(config: RunConfig, name: str) -> Iterator[str]:
     """The settings with which all models that are computed here have that precision."""
     models: dict[str, StudentConfig | TeacherConfig] = {"student": config.student}
     models |= {f'teachers."{key}"': of for key, of in config.teachers.items() if of.engine_url is None}
-    for key, source in models.items():
-        if not source.urls and precision(text_config(source), source.dtype) not in (name, "float16"):
+    here = {key: source for key, source in models.items() if not source.urls}
+    for key, source in here.items():
+        dtype = precision(text_config(source), "auto") if source.dtype == "auto" else source.dtype
+        if dtype not in (name, "float16"):
             yield f"{key}.dtype={name}"
-    bf16 = name == "bfloat16"
-    if in_bf16(deepspeed_config(config.trainer)) != bf16:
-        yield f'trainer.overrides={{"bf16.enabled"={str(bf16).lower()}}}'
+    bf16, deepspeed = name == "bfloat16", deepspeed_config(config.trainer)
+    if in_bf16(deepspeed) != bf16:
+        yield f'trainer.overrides={{"{bf16_section(deepspeed)}.enabled"={str(bf16).lower()}}}'
 
 
 # --- disk

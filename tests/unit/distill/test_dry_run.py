@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 from command import left
+from whole_run import over
 
+from distill.hardware import Device
 from distill.launch import supervise
+from distill.preflight_checks import machine
 from sync.base.address import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[3]
@@ -41,17 +44,21 @@ def test_configuration_and_commands_are_printed_and_nothing_is_started(
     monkeypatch.setattr(subprocess, "Popen", refuse)
     monkeypatch.setattr(supervise.Supervisor, "start", refuse)
     monkeypatch.setenv(TOKEN_VARIABLE, SECRETS[0])
-    figures = file.parent / "dry.json"
-    assert left("run", str(file), "--dry-run", "--json", str(figures), "--set", "rollout.batch=32") == 0
+    figures, cores = file.parent / "dry.json", Device("cpu", 100.0, 1.0, 0.0, 128, 0.4, 0.5, single=80.0)
+    monkeypatch.setattr(machine, "core", lambda: cores)
+    monkeypatch.setattr(machine, "installed_for_cpu", lambda: True)
+    words = over("rollout.batch=32", "run.precision=fastest", "teachers.t.dtype=bfloat16")
+    assert left("run", str(file), "--dry-run", "--json", str(figures), *words) == 0
     shown = capsys.readouterr().out
     assert not (file.parent / "runs").exists()
     found = json.loads(figures.read_text())
     assert found["config"]["rollout"]["batch"] == 32
+    assert found["config"]["student"]["dtype"] == found["config"]["teachers"]["t"]["dtype"] == "float32"
     assert json.loads(shown[: shown.index("\n}\n") + 2]) == found["config"]
     names = ["student-0", "student-1", "teacher-t", "evaluator", "trainer"]
     assert [command["name"] for command in found["commands"]] == names
     first, second, teacher, _, trainer = found["commands"]
-    assert {"--port=8100", "--model=none"} <= {*first["argv"]}
+    assert {"--port=8100", "--model=none", "--dtype=float32"} <= {*first["argv"]}
     assert "--port=8101" in second["argv"]
     role = file.parent / "runs/dry/roles/teacher-t.json"
     assert teacher["argv"][1:5] == ["-m", "teacher_service", "--config", str(role)]

@@ -338,7 +338,7 @@ def test_the_faster_precision_of_cores_is_named_and_set(
     )
     teachers = {
         "v1.5": TeacherConfig(path=model, dtype=now),
-        "far": TeacherConfig(path=model, urls=["http://127.0.0.1:1"]),
+        "far": TeacherConfig(path="elsewhere", urls=["http://127.0.0.1:1"]),
     }
     config = with_settings(config.model_copy(update={"teachers": teachers}), [])
     sentence = machine.faster_precision(config, core)
@@ -362,12 +362,15 @@ def test_the_faster_precision_of_cores_is_named_and_set(
     assert changed.run == config.run
 
     fastest = with_settings(config, ["run.precision=fastest"])
-    began = with_settings(config, ['trainer.overrides={"bf16.enabled"=true}'])
-    config.run_dir.mkdir()
-    (config.run_dir / "config.json").write_text(began.model_dump_json())
-    assert machine.decide_precision(fastest) == (config, [])
     monkeypatch.setattr(machine, "installed_for_cpu", lambda: False)
     assert machine.decide_precision(config) == machine.decide_precision(fastest) == (config, [])
+    config.run_dir.mkdir()
+    (config.run_dir / "run.db").touch()
+    in_fp32 = with_settings(config, [*machine._in_precision(config, "float32")])
+    mixed = with_settings(in_fp32, ["student.dtype=bfloat16"])
+    for began, kept in ((mixed, config), (in_fp32, in_fp32)):
+        (config.run_dir / "config.json").write_text(began.model_dump_json())
+        assert machine.decide_precision(fastest)[0] == kept
 
 
 def test_roles_whose_gpus_are_unknown_are_refused(model: str) -> None:
