@@ -309,10 +309,10 @@ def test_without_a_volume_nothing_is_claimed_and_a_lost_record_ends_the_run() ->
 
 
 def test_pods_read_the_configuration_with_its_overrides_and_files() -> None:
-    found = rendered("run.steps=77", "rollout.temperature=0.5")
+    found = rendered("run.steps=77", "rollout.temperature=0.5", "run.precision=fastest")
     within = validate(tomllib.loads(found.files["run.toml"]), "run.toml")
     outside = load(Path("run.toml"), ["run.steps=77", "rollout.temperature=0.5"])
-    assert (within.run.steps, within.rollout) == (77, outside.rollout)
+    assert (within.run.steps, within.run.precision, within.rollout) == (77, "as_set", outside.rollout)
     assert within.teachers == outside.teachers
     carried = {
         str(within.student.chat_template): "chat.jinja",
