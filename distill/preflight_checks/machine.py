@@ -123,8 +123,9 @@ def _in_precision(config: RunConfig, name: str) -> Iterator[str]:
     """The settings with which all models that are computed here have that precision."""
     models: dict[str, StudentConfig | TeacherConfig] = {"student": config.student}
     models |= {f'teachers."{key}"': of for key, of in config.teachers.items() if of.engine_url is None}
-    here = {key: source for key, source in models.items() if not source.urls}
-    for key, source in here.items():
+    for key, source in models.items():
+        if source.urls:
+            continue
         dtype = precision(text_config(source), "auto") if source.dtype == "auto" else source.dtype
         if dtype not in (name, "float16"):
             yield f"{key}.dtype={name}"

@@ -35,8 +35,8 @@ MANTISSA: Final = {"bf16": 7, "f2": 10, "f4": 23}
 """Bits below the exponent of the kinds that are coded by difference; all others are sent whole."""
 _GAP_SHARE: Final = 0.2  # changed share above which a bitmap is smaller than gaps
 _WHOLE_SHARE: Final = 0.5
-"""Changed share of 4-byte numbers above which "fast" sends all as they are. A difference has half the bytes,
-but from 30 MB/s on they are sent in less time than coding and applying it takes (docs/weight-sync.md)."""
+"""Changed share of 4-byte numbers above which "fast" sends all as they are: a difference has half the bytes,
+but all stores except slow ones take these in less time than coding and applying it (docs/weight-sync.md)."""
 _BYTES: Final = np.dtype("u1")
 _WIDE_GAP: Final = np.dtype("<u8")
 _local = threading.local()
