@@ -89,7 +89,7 @@ class TrainerSettings(Settings):
     see other positions by attention alone; the trainer compares split rows with whole ones before it trains.
     1: every rank has whole rows."""
     threads: Live[int | None] = Field(None, ge=1)
-    """torch's threads per rank; None: its default."""
+    """Threads of each rank that compute on cores; None: as for the other roles (`student.threads`)."""
     init_timeout_seconds: Live[float] = Field(600.0, gt=0)
     """Time the ranks have to find each other, and rank 0 the controller; later the longest that ranks wait
     for one another."""

@@ -45,7 +45,7 @@ from student_trainer.config import TrainerConfig, TrainerSettings
 from sync.base import secrets
 from sync.base.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback, own_address
 from sync.base.errors import ConfigError
-from sync.base.memory import ALLOCATOR, allocator
+from sync.base.memory import sharing
 from sync.base.own_code import CODE_VARIABLE
 from sync.wire.server import ON_LOOPBACK, hold_port
 
@@ -61,8 +61,6 @@ MEETING: Final = "--master_addr"
 """First argument of a launcher whose ranks meet those of other machines."""
 _ENVIRONMENT_FILE: Final = "DS_ENV_FILE"  # of the deepspeed launcher: variables for the ranks
 _INHERITED: Final = (
-    "OMP_WAIT_POLICY",
-    *ALLOCATOR,
     "HF_HOME",
     "HF_HUB_CACHE",
     "HF_HUB_OFFLINE",
@@ -99,8 +97,7 @@ def command(
     argv += ["--module", "student_trainer", "--config", str(path)]
     secret_env = secrets.environment(config.model_dump(mode="json"))
     on_loopback = ON_LOOPBACK if settings.hostfile is None and settings.nodes == 1 else {}
-    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | allocator() | interface | os.environ | _fixed(settings)
-    environment |= on_loopback | settings.env | secret_env
+    environment = interface | os.environ | _fixed(settings) | on_loopback | settings.env | secret_env
     if settings.hostfile is not None:
         check_reach(settings.hostfile, config.controller_url, environment)
         names = [*_fixed(settings), *settings.env, *_INHERITED]
@@ -138,9 +135,8 @@ def visible_devices(settings: TrainerSettings) -> list[str]:
 def _fixed(settings: TrainerSettings) -> dict[str, str]:
     """Variables that every rank is given, whatever this process has."""
     environment = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
-    threads = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
     devices = {} if settings.devices is None else {"CUDA_VISIBLE_DEVICES": settings.devices}
-    return environment | threads | devices
+    return environment | sharing(settings.threads) | devices
 
 
 # --- several machines ---------------------------------------------------------------------------------------

@@ -157,8 +157,6 @@ def join(config: TrainerConfig) -> Ranks:
     import deepspeed
     from setproctitle import setproctitle
 
-    if config.trainer.threads is not None:
-        torch.set_num_threads(config.trainer.threads)
     # DeepSpeed's shared-memory kernel serves inference alone; training would compile it for half a minute
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     timeout = timedelta(seconds=config.trainer.init_timeout_seconds)

@@ -90,8 +90,6 @@ class TeacherConfig(ModelSource, Placement):
     engine_args: Live[Annotated[EngineArgs, AfterValidator(_of_engine)]] = {}
     """Any argument of vLLM's engine, for engine "vllm": {tensor_parallel_size = 4}. An engine of your own
     reads what it likes; the parallel sizes are its GPUs on a cluster."""
-    threads: Live[int | None] = Field(None, ge=1)
-    """Threads that compute on a CPU; None: torch's default."""
     idle_unload_seconds: Live[float | None] = Field(None, gt=0)
     """Time without work after which engine "transformers" unloads its model, until work comes; for teachers
     that share a machine. None: never."""

@@ -64,8 +64,6 @@ class EvaluationConfig(Settings):
     version until it has generated the completions."""
     placement: Live[Placement] = Placement()
     """Where the evaluator runs."""
-    threads: Live[int | None] = Field(None, ge=1)
-    """torch's CPU threads; None: its default."""
     device: Live[Literal["auto", "cpu", "cuda"]] = "auto"
     """auto: a GPU where there is one."""
 

@@ -37,7 +37,7 @@ class EnvironmentConfig(Placement):
     """Time limit of the environment for one turn; one that exceeds it costs the episode."""
     episode_timeout_seconds: Live[float | None] = Field(None, gt=0)
     """Time limit of an episode, generation included, by `rollout.on_timeout`; None: no limit."""
-    threads: Live[int] = Field(1, ge=1)
+    threads: Live[int | None] = Field(1, ge=1)
     """OpenMP's threads in each process."""
 
 

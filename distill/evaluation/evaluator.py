@@ -54,8 +54,6 @@ class Evaluator:
         """Step 0 is the student that `config` names. Raises ConfigError for its tokenizer."""
         self._config, self._weights, self._teachers = config, weights, teachers
         self._settings = config.evaluation or EvaluationConfig()
-        if self._settings.threads is not None:
-            torch.set_num_threads(self._settings.threads)
         self._vocab = vocab_size(load_tokenizer(config.student), config.student.known_ids)
 
     async def evaluate(self, request: wire.EvalRequest) -> wire.EvalReply:

@@ -17,6 +17,7 @@ from distill.config import RunConfig
 from distill.launch.roles import Ports, plan_servers, role_words, temporary, token_of, trainer_child, url_of
 from distill.launch.run_folder import check_holds_run
 from distill.launch.supervise import ChildSpec
+from distill.planning.threads import decide_threads
 from distill.preflight_checks.checks import check, check_keys
 from distill.preflight_checks.machine import decide_precision
 from distill.preflight_checks.objective import resolve
@@ -44,7 +45,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     check_keys(config)
     if config.run.precision == "fastest":
         config, _ = decide_precision(config)
-    config = resolve(config).config
+    config, _ = decide_threads(resolve(config).config)
     shown = secrets.hide(config.model_dump(mode="json"))
     if config.cluster.type != "local":
         commands = [

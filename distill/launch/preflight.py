@@ -20,6 +20,7 @@ from distill.interfaces import Components
 from distill.launch import replica_command
 from distill.launch.roles import Plan, Ports, plan_servers, temporary, token_of
 from distill.launch.supervise import ChildSpec, Supervisor
+from distill.planning.threads import decide_threads
 from distill.preflight_checks import engines as live
 from distill.preflight_checks import machine
 from distill.preflight_checks.checks import (
@@ -58,7 +59,8 @@ def prepare(config: RunConfig, say: Callable[[str], None], trains: bool = True) 
     `trains`: it writes checkpoints and versions too. Raises ConfigError, DataError or StoreError.
     """
     checked = check(config)
-    config = checked.config
+    config, lines = decide_threads(checked.config)
+    checked = checked._replace(config=config, lines=[*checked.lines, *lines])
     for line in checked.lines:
         say(line)
     if trains:

@@ -10,7 +10,7 @@ from distill.config import StudentConfig
 from distill.preflight_checks.machine import runs_on_cpu
 from sync.base.address import is_loopback, token_from_environment
 from sync.base.errors import ConfigError
-from sync.base.memory import allocator
+from sync.base.memory import sharing
 from sync.base.settings import ReplicaConfig
 from sync.weights.snapshots.checkpoint import vllm_formats
 from sync.wire.server import ON_LOOPBACK, check_bind
@@ -65,8 +65,6 @@ _ENVIRONMENT: Final = {
 _CPU_ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
 }
 _NATIVE_ROUTES: Final[dict[str, Any]] = {"enable-return-routed-experts": True, "enable-prefix-caching": True}
 """Flags of a replica whose engine records routes itself. It needs a prefix cache, which requests that ask for
@@ -122,7 +120,7 @@ def command(
     return [sys.executable, "-m", "sync.vllm.plugin", *words], {
         **(ON_LOOPBACK if is_loopback(host) else {}),
         **_ENVIRONMENT,
-        **allocator(),
+        **sharing(config.threads),
         **(_CPU_ENVIRONMENT if cpu else {}),
         **(_EAGER if cpu and arguments["enforce-eager"] is True else {}),
         **runner,

@@ -30,7 +30,7 @@ from student_trainer.config import TrainerConfig
 from sync.base import secrets as hidden
 from sync.base.address import TOKEN_VARIABLE, Address, Place, is_loopback, token_from_environment
 from sync.base.errors import ConfigError
-from sync.base.memory import allocator
+from sync.base.memory import sharing
 from sync.base.settings import ModelSource, Placement, Settings
 from sync.wire.peers import Role
 from sync.wire.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, hold_port
@@ -152,7 +152,8 @@ def _replica(config: RunConfig, process: Process, ports: Ports) -> ChildSpec:
     name, index, place = process.name, process.index, config.student
     if process.section != "student" and process.place:
         there = dict(process.place)
-        place = place.model_copy(update={**there, "env": {**place.env, **there["env"]}})
+        there |= {"threads": there["threads"] or place.threads, "env": {**place.env, **there["env"]}}
+        place = place.model_copy(update=there)
     port, settings = _port(place, process, ports), config.subscriber(name)
     write_role(config.run_dir, name, settings)
     argv, env = replica_command.command(place, settings, index, place.host, port)
@@ -186,8 +187,7 @@ def _environment(config: RunConfig, process: Process, ports: Ports) -> ChildSpec
         stop_token_ids=config.rollout.stop_token_ids,
     )
     child = _server(config, "distill.environments.service", settings, process, ports)
-    env = {"OMP_NUM_THREADS": str(place.threads), **child.env}
-    argv = [*child.argv, "--index", str(process.index)]
+    argv, env = [*child.argv, "--index", str(process.index)], {**child.env}
     if place.python is not None:
         packages = str(_packages(config.run_dir / "roles"))
         paths = [packages, env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]
@@ -230,7 +230,7 @@ def _server(config: RunConfig, module: str, settings: Settings, process: Process
     env = {
         "PYTHONSAFEPATH": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        **allocator(),
+        **sharing(place.threads),
         **(ON_LOOPBACK if is_loopback(place.host) else {}),
         **place.env,
         **hidden.environment(settings.model_dump(mode="json")),

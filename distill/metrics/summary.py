@@ -35,6 +35,7 @@ from distill.metrics.timeline import REPLICAS, TEACHERS, Timeline
 from distill.record.state import RunState
 from distill.rollout.replica_pool import ReplicaPool
 from distill.waits import TRAINER
+from sync.base.memory import THREADS
 from sync.wire import EvalReport, StepReport
 
 LONG_IDLE = 0.25
@@ -264,19 +265,20 @@ def git_state() -> dict[str, Any]:
 
 
 def threads(config: RunConfig) -> dict[str, int | None]:
-    """Threads of each role; None: its library's default."""
+    """Threads of each role; None: as many as its library takes."""
 
-    def threads_of(env: Mapping[str, str], setting: int | None = None) -> int | None:
-        variable = env.get("OMP_NUM_THREADS", "")
-        return setting if setting is not None or not variable.isdigit() else int(variable)
+    def threads_of(env: Mapping[str, str], setting: int | None) -> int | None:
+        variable = env.get(THREADS, "")
+        return int(variable) if variable.isdigit() else setting
 
-    evaluation, teachers = config.evaluation, config.teachers.items()
+    teachers = config.teachers.items()
+    at = config.evaluation and config.evaluation.placement
     return {
-        "student": threads_of(config.student.env),
+        "student": threads_of(config.student.env, config.student.threads),
         "trainer": threads_of(config.trainer.env, config.trainer.threads),
         **{f"teacher {name}": threads_of(teacher.env, teacher.threads) for name, teacher in teachers},
         **{f"environment {name}": environment.threads for name, environment in config.environments.items()},
-        "evaluator": threads_of(evaluation.placement.env, evaluation.threads) if evaluation else None,
+        **({"evaluator": threads_of(at.env, at.threads)} if at else {}),
     }
 
 

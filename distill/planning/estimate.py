@@ -44,6 +44,7 @@ from distill.prompts.sources import student_limit, text_config
 from distill.topology import EACH_NODE, HERE, TRAINER, Process, parallel, processes
 from student_trainer.launch import machines
 from sync.base.errors import ConfigError
+from sync.base.memory import THREADS
 from sync.base.tokenizers import load_tokenizer
 from teacher_service.config import TeacherConfig
 
@@ -149,10 +150,12 @@ class Role:
 def find_roles(config: RunConfig, device: Device, uses: Sequence[Use]) -> dict[str, Role]:
     """Replicas, `teacher NAME` of each and trainer, by name; a teacher behind `engine_url` is left out.
 
-    On cores: threads as configured; a replica has one by default, every other process takes all cores.
+    On cores: threads as configured, else as OMP_NUM_THREADS says, else all of them.
     Raises ConfigError for a role whose GPUs are not known.
     """
     cores, threads_of = len(os.sched_getaffinity(0)), threads(config)
+    inherited = os.environ.get(THREADS, "")
+    default = int(inherited) if inherited.isdigit() else cores
     groups: dict[str, list[Process]] = defaultdict(list)
     for process in processes(config):
         name = {"student": REPLICAS, TRAINER: TRAINER}.get(process.section, "")
@@ -166,7 +169,7 @@ def find_roles(config: RunConfig, device: Device, uses: Sequence[Use]) -> dict[s
         machines_each = machines(config.trainer) if place is None else 1
         if device.name == CPU:
             count = machines_each * (config.trainer.ranks if place is None else len(group))
-            each = threads_of["student" if name == REPLICAS else name] or (1 if name == REPLICAS else cores)
+            each = threads_of["student" if name == REPLICAS else name] or default
             taken = min(cores, count * each)
             roles[name] = Role(name, count, taken, {(HERE, CPU): taken / cores})
             continue
@@ -252,8 +255,6 @@ class Plan:
     record_bytes_a_day: float
     hours: float
     gpus: int
-    threads: dict[str, int]
-    """As `threads_each` has them; empty: roles compute on GPUs or elsewhere."""
 
     @property
     def longest(self) -> dict[str, float]:
@@ -339,7 +340,6 @@ def plan(
         bytes_per_token(config) * tokens / step * DAY,
         config.run.steps * step / 3600,
         0 if device.name == CPU else gpus(config, uses),
-        _threads(config, stages, roles) if device.name == CPU else {},
     )
 
 
@@ -408,36 +408,6 @@ def step_seconds(config: RunConfig, stages: Sequence[Stage], roles: Mapping[str,
         for place, share in roles[stage.role].load.items():
             busy[place] += share * stage.seconds
     return max(*(stage.seconds for stage in stages), *busy.values())
-
-
-def _threads(config: RunConfig, stages: Sequence[Stage], roles: Mapping[str, Role]) -> dict[str, int]:
-    """As `threads_each`; one stage after the other each gets all cores of this machine. Empty: not all of the
-    run is here."""
-    cores = len(os.sched_getaffinity(0))
-    if machines(config.trainer) > 1 or any(process.url for process in processes(config)):
-        return {}
-    if config.buffer.max_staleness == 0:
-        return {stage.role: max(1, cores // roles[stage.role].processes) for stage in stages}
-    return threads_each(stages, roles, cores)
-
-
-def threads_each(stages: Sequence[Stage], roles: Mapping[str, Role], cores: int) -> dict[str, int]:
-    """Role → threads of each of its processes, one at least, with which the slowest stage is as fast as so
-    many cores allow, if a stage takes as much of the processor whatever its threads.
-
-    Where too few cores are left for a second, it has that if it is slower than all together on all cores.
-    """
-    work = {stage.role: stage.seconds * stage.devices / roles[stage.role].processes for stage in stages}
-    threads = dict.fromkeys(work, 1)
-    spare = cores - sum(roles[role].processes for role in work)
-    together = sum(stage.seconds * stage.devices for stage in stages) / cores
-    while True:
-        slowest = max(work, key=lambda role: work[role] / threads[role])
-        taken = roles[slowest].processes
-        if spare < taken and (threads[slowest] > 1 or work[slowest] <= together):
-            return threads
-        threads[slowest] += 1
-        spare -= taken
 
 
 def _ahead(config: RunConfig) -> float:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.config import RunConfig
-from distill.config.loading import load_run_dir
+from distill.config.loading import load_run_dir, with_settings
 from distill.hardware import CPU, DEVICES, Device, core, device_named, of_names
+from distill.metrics.summary import threads
 from distill.planning import estimate
 from distill.planning.estimate import (
     GENERATE,
-    REPLICAS,
     SCORE,
     TRAIN,
     Calibration,
@@ -24,13 +24,16 @@ from distill.planning.estimate import (
     step_seconds,
 )
 from distill.planning.measured import Measured, calibrate, check_student_generates, measure
+from distill.planning.threads import best_threads, decide_threads, is_here, words
 from distill.preflight_checks.devices import Use, check_devices, gpu_names, gpus, uses, visible
 from distill.preflight_checks.machine import GIB, decide_precision, faster_precision
 from distill.preflight_checks.objective import with_objective
 from distill.preflight_checks.placement import placed
-from distill.topology import TRAINER, Process
+from distill.topology import Process
 from sync.base.errors import ConfigError
 
+NOTABLE = 1.05
+"""Times as fast as planned that a step must be with other threads for these to be named."""
 SLOWER = 2.0
 """Times the next stage's seconds from which a better split is suggested."""
 FLOPS = {GENERATE: "FLOPs of generation", SCORE: "FLOPs of scoring", TRAIN: "FLOPs of training"}
@@ -52,6 +55,10 @@ class Forecast(NamedTuple):
     """Of a cluster: a line for each, with its processes."""
     precision: str
     """`faster_precision`."""
+    threads: dict[str, int]
+    """`best_threads`; empty: not all of the run is on the cores of this machine."""
+    advice: str
+    """One sentence: which role should have other threads, or more GPUs; empty: none."""
 
     @property
     def lines(self) -> Iterator[str]:
@@ -60,6 +67,8 @@ class Forecast(NamedTuple):
         yield from table(self.plan, self.device, self.memory, self.measured is not None)
         if self.precision:
             yield self.precision
+        if self.advice:
+            yield self.advice
         yield from comparison(*self.measured) if self.measured else ()
 
     @property
@@ -69,7 +78,8 @@ class Forecast(NamedTuple):
         return {
             **asdict(self.plan),
             "bottleneck": self.plan.slowest[0].role,
-            "advice": threads(self.plan) or split(self.plan),
+            "threads": self.threads,
+            "advice": self.advice,
             "machines": [*self.machines],
             "memory": [{"process": use.process, **asdict(use)} for use in self.memory],
             "measured": run._asdict() | {"lengths": asdict(run.lengths)} if run else None,
@@ -83,7 +93,7 @@ def forecast(
     where, machines = placed(config)
     config, row, roles = _place(config, device, where)
     if row.name == CPU:
-        config, _ = decide_precision(config)
+        config, _ = decide_threads(decide_precision(config)[0])
     run, theirs, calibration = _calibration(measured, device) if measured else (None, None, None)
     lengths = estimate.lengths_of(config, prompt, completion, run.lengths if run else None)
     plan = estimate.plan(config, row, roles, lengths, calibration)
@@ -94,7 +104,18 @@ def forecast(
             check_devices(config, where)
     except ConfigError as error:
         refusal = str(error)
-    return Forecast(plan, row, roles, refusal, before, machines, faster_precision(config, row))
+    best = best_threads(config, plan.stages) if row.name == CPU and is_here(config) else {}
+    settings = words(
+        {role: count for role, count in best.items() if threads(config).get(role, count) != count}
+    )
+    changed = estimate.plan(with_settings(config, settings), row, roles, lengths, calibration)
+    if changed.step_seconds * NOTABLE < plan.step_seconds:
+        times = f"{plan.step_seconds / changed.step_seconds:.2f} times as fast"
+        flags = " ".join(f"--set {shlex.quote(word)}" for word in settings)
+        advice = f"Threads with which a step is {times}: {flags}"
+    else:
+        advice = split(plan)
+    return Forecast(plan, row, roles, refusal, before, machines, faster_precision(config, row), best, advice)
 
 
 def _place(config: RunConfig, name: str, where: Sequence[Process]) -> tuple[RunConfig, Device, list[Use]]:
@@ -190,8 +211,6 @@ def table(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> It
             f"{device.bandwidth / 1e12:.4g} TB/s in decoding, stages that overlap fully; --measured RUN_DIR "
             "replaces these by what a run reached."
         )
-    if sentence := threads(plan) or split(plan):
-        yield sentence
 
 
 def split(plan: Plan) -> str:
@@ -210,16 +229,6 @@ def split(plan: Plan) -> str:
         f"{ratio}: give {slow.role} more GPUs, first from {giver.role} ({giver.devices:g} GPUs, busy "
         f"{giver.seconds / plan.step_seconds:.0%} of a step)."
     )
-
-
-def threads(plan: Plan) -> str:
-    """One sentence: the threads with which a step is fastest, as words of a command; "": not known."""
-    keys = {REPLICAS: "student.env.OMP_NUM_THREADS", TRAINER: "trainer.threads"}
-    words = []
-    for role, count in plan.threads.items():
-        key = keys.get(role) or f'teachers."{role.removeprefix("teacher ")}".threads'
-        words += ["--set", shlex.quote(f'{key}="{count}"' if role == REPLICAS else f"{key}={count}")]
-    return f"Threads with which a step is fastest on these cores: {' '.join(words)}" if words else ""
 
 
 def comparison(run: Measured, planned: Plan) -> Iterator[str]:

@@ -89,20 +89,20 @@ def decide_precision(config: RunConfig) -> tuple[RunConfig, list[str]]:
     to say of it. Raises ConfigError."""
     begun = (config.run_dir / RECORD).is_file()
     if config.run.precision == "as_set":
-        slow = not begun and _on_cores(config) and [*_in_precision(config, "float32")] and core().gain < 1
+        slow = not begun and on_cores(config) and [*_in_precision(config, "float32")] and core().gain < 1
         return config, [faster_precision(config, core())] if slow else []
     if begun:
         record = load_run_dir(config.run_dir).with_(trainer={"deepspeed": config.trainer.deepspeed})
         fp32 = not [*_in_precision(record, "float32")]
     else:
-        fp32 = _on_cores(config) and core().gain < 1
+        fp32 = on_cores(config) and core().gain < 1
     words = [*_in_precision(config, "float32")] if fp32 else []
     lines = ["run.precision: float32 (fastest)"] if words else []
     return with_settings(config, ["run.precision=as_set", *words]), lines
 
 
-def _on_cores(config: RunConfig) -> bool:
-    """Whether a run's models are computed by this machine's cores, for which `run.precision` chooses."""
+def on_cores(config: RunConfig) -> bool:
+    """Whether this machine's cores compute a run's models, for which precision and threads are chosen."""
     return config.cluster.type == "local" and installed_for_cpu()
 
 
@@ -112,7 +112,7 @@ def faster_precision(config: RunConfig, device: Device) -> str:
     gain = device.gain
     fast, slow = ("bfloat16", "float32") if gain > 1 else ("float32", "bfloat16")
     words = [] if gain == 1 else [*_in_precision(config, fast)]
-    if words and fast == "float32" and _on_cores(config):
+    if words and fast == "float32" and on_cores(config):
         words = ["run.precision=fastest"]
     times = f"{max(gain, 1 / gain):.1f} times as fast as {slow}"
     flags = " ".join(f"--set {shlex.quote(word)}" for word in words)

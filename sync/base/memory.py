@@ -1,4 +1,4 @@
-"""Memory of this machine: what a process may still take, and how a role's allocator keeps it."""
+"""What a role takes of a machine that it shares with others: threads, and memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import psutil
 
+THREADS: Final = "OMP_NUM_THREADS"
 CGROUP = Path("/sys/fs/cgroup")
 PLENTY: Final = 4
 """Freed memory is kept while one part in so many of the machine's is left."""
@@ -25,12 +26,14 @@ oneDNN keeps the code of 1,024 products, a megabyte or more for each shape: wher
 batch has new ones, and a process grows by gigabytes for code that it never runs again."""
 
 
-def allocator() -> dict[str, str]:
-    """The variables of ALLOCATOR for a role; empty on GPUs, whose temporaries are not the host's. This
-    process's own values of them win."""
-    if not metadata.version("torch").endswith("+cpu"):
-        return {}
-    return {name: os.environ.get(name, value) for name, value in ALLOCATOR.items()}
+def sharing(threads: int | None) -> dict[str, str]:
+    """The variables of a role: `threads` that compute, which wait without spinning (None: as many as its
+    library takes), and, unless on GPUs, ALLOCATOR. Of all but the number this process's own values win."""
+    variables = {"OMP_WAIT_POLICY": "PASSIVE"}
+    if metadata.version("torch").endswith("+cpu"):  # temporaries of GPUs are not the host's
+        variables |= ALLOCATOR
+    ours = {} if threads is None else {THREADS: str(threads)}
+    return {name: os.environ.get(name, value) for name, value in variables.items()} | ours
 
 
 def give_back() -> None:

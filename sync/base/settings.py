@@ -119,8 +119,11 @@ class Placement(Settings):
     """GPUs of each process on a cluster. None: tensor x pipeline parallel size for a replica or a teacher, 1
     for the evaluator; none for an environment, for a teacher with `engine_url`, with
     `teachers.NAME.device` or `evaluation.device` = "cpu", and where no machine of the cluster has any."""
+    threads: Live[int | None] = Field(None, ge=1)
+    """Threads of each process that compute on cores; None: where all of a run is on the cores of this machine
+    as many as make its steps fastest (`distill plan`), elsewhere OMP_NUM_THREADS, or all cores."""
     env: Live[dict[str, str]] = {}
-    """Environment variables to add, such as OMP_NUM_THREADS."""
+    """Environment variables to add."""
 
 
 S = TypeVar("S", bound=Settings)

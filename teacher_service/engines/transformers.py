@@ -198,8 +198,6 @@ def load(config: TeacherConfig, vocab_size: int, leave_files: bool = False) -> T
     """
     from transformers import AutoModelForCausalLM
 
-    if config.threads:
-        torch.set_num_threads(config.threads)
     device = find_device(config.device)
     several = device.type == "cuda" and torch.cuda.device_count() > 1
     try:

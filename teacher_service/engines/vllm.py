@@ -151,8 +151,6 @@ def load(config: TeacherConfig, vocab_size: int) -> VllmEngine:
 
     The head comes first: it takes seconds, and what it refuses is known before vLLM loads the model.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
     head, dtype, rows = load_head(config, vocab_size, find_device(config.device))
     completions = None
     if config.generate_url is not None:
@@ -182,7 +180,7 @@ class LocalStates:
 
         arguments = engine_args(config, dtype)
         if current_platform.is_cpu():
-            arguments = on_cpu(arguments, config.threads)
+            arguments = on_cpu(arguments)
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except (TypeError, ValueError, OSError, RuntimeError) as error:
@@ -255,7 +253,7 @@ def engine_args(config: TeacherConfig, dtype: torch.dtype) -> dict[str, Any]:
     return DEFAULTS | args | fixed | {"hf_overrides": overrides}
 
 
-def on_cpu(arguments: dict[str, Any], threads: int | None) -> dict[str, Any]:
+def on_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
     """`arguments` with what a CPU shared with other roles wants; vLLM reads the rest from variables set here.
 
     Its executor for several processes waits for the only worker in a busy loop: a core that others need.
@@ -267,8 +265,6 @@ def on_cpu(arguments: dict[str, Any], threads: int | None) -> dict[str, Any]:
     variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if arguments.get("distributed_executor_backend") == "uni":
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or vLLM has several processes all the same
-    if threads:
-        variables["OMP_NUM_THREADS"] = str(threads)
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     return arguments

@@ -140,7 +140,7 @@ LAYOUT: Final = ("trainer.ranks=1", "evaluation=false", "tracking.wandb=disabled
 """Every way: one rank, as two would share two cores with the other roles."""
 OVERLAPPED: Final = (*LAYOUT, "buffer.max_staleness=2")
 ONE_THREAD: Final = (*LAYOUT, "buffer.max_staleness=0", "rollout.request_size=128")
-TWO_THREADS: Final = ("teachers.{}.threads=2", "trainer.threads=2", 'student.env.OMP_NUM_THREADS="2"')
+TWO_THREADS: Final = ("teachers.{}.threads=2", "trainer.threads=2", "student.threads=2")
 WAYS: Final = {
     "synchronous": ONE_THREAD,
     "synchronous-two-threads": (*ONE_THREAD, *TWO_THREADS),

@@ -71,7 +71,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
         f"teachers.only.chat_template={folder / 'template.jinja'}",
         "rollout.max_tokens=6",
         "run.restarts=20",
-        "evaluation={prompts=8, threads=1}",
+        "evaluation={prompts=8}",
     )
     rng, recorded = random.Random(0), folder / "recorded"
     recorded.mkdir()

@@ -19,7 +19,7 @@ from sync.wire import Estimate, Version
 pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.filterwarnings("ignore")]
 STEPS, PROMPTS, K = 4, 24, 4
 AGAIN = f'{{source={{type="task", task="sort_letters"}}, prompts=10, completions={K}, temperature=0.7}}'
-EVALUATION = f"{{every=2, prompts={PROMPTS}, threads=1, sets={{again={AGAIN}}}}}"
+EVALUATION = f"{{every=2, prompts={PROMPTS}, sets={{again={AGAIN}}}}}"
 
 
 @torch.no_grad()

@@ -150,7 +150,7 @@ def stock_completion(folder: Path) -> str:
 def trained(folder: Path, stored: int, *settings: str) -> Path:
     """Folder of a run of two ranks that evaluated, with so many versions in its store."""
     trainer = {"ranks": 2, "lora": {"rank": RANK, "alpha": 8}}
-    config = prepare(folder, "lora", STEPS, trainer=trainer, evaluation={"prompts": 16, "threads": 1})
+    config = prepare(folder, "lora", STEPS, trainer=trainer, evaluation={"prompts": 16})
     called("run", str(config), *over("trainer.lr=2e-2", *settings))
     run = folder / "runs/lora"
     summary = ended_well(run, STEPS)

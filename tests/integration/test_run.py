@@ -194,7 +194,7 @@ class Run:
         sections: dict[str, Any] = {
             "run": {"grace_seconds": GRACE_SECONDS},
             "student": {"path": models / student, "engine_args": ENGINE_ARGS},
-            "teachers": {"teacher": {"path": str(models / "teacher"), "threads": 1}},
+            "teachers": {"teacher": {"path": str(models / "teacher")}},
             "rollout": {"batch": BATCH, "max_tokens": 8},
             "trainer": {"lr": 1e-3},
             "prompts": prompts,
@@ -424,7 +424,7 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
 ) -> None:
     """What may change takes effect; a secret is on no command line and in no file."""
     run = Run(tmp_path, models, "qwen2", prompts["dataset"])
-    settings = ('objective={type="student_topk", k=4}', "evaluation.prompts=4", "evaluation.threads=1")
+    settings = ('objective={type="student_topk", k=4}', "evaluation.prompts=4")
     secret = f"planted-{os.getpid()}"
     settings += (f"trainer.env.A_PASSWORD={secret}", f"student.env.A_TOKEN={secret}")
     with run.command("run", *settings, "run.steps=100000") as running:

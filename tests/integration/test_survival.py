@@ -22,7 +22,7 @@ STEPS = 8
 """From the launcher's death to the end: until then the run takes as many as come."""
 SERVERS = ["student-0", "teacher-only"]
 LIMITS = ("run.health_timeout_seconds=20", "rollout.stall_timeout_seconds=40", "run.restarts=20")
-EVALUATED = "evaluation={prompts=8, threads=1}"
+EVALUATED = "evaluation={prompts=8}"
 ENGINE = ENGINE_OF + "student-0"
 
 

@@ -21,7 +21,7 @@ SETTINGS = (
     "objective.task.clip=[0.2, 0.3]",
     "rollout.per_prompt=4",
     "run.restarts=20",
-    "evaluation={prompts=8, threads=1}",
+    "evaluation={prompts=8}",
 )
 
 

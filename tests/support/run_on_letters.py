@@ -22,11 +22,10 @@ def command(folder: Path, steps: int, *settings: str) -> list[str]:
     for name, recipe in {"student": STUDENT, "teacher": TEACHER}.items():
         new_model(recipe, letter_tokenizer()).to(torch.bfloat16).save_pretrained(folder / name)
         letter_tokenizer().save_pretrained(folder / name)
-    teacher = {"path": str(folder / "teacher"), "threads": 1, "env": {"OMP_NUM_THREADS": "1"}}
     sections: dict[str, dict[str, Any]] = {
         "run": {"grace_seconds": 30},
         "student": {"engine_args": ENGINE_ARGS},
-        "teachers": {"only": teacher},
+        "teachers": {"only": {"path": str(folder / "teacher")}},
         "prompts": {"type": "task", "task": "sort_letters"},
         "rollout": {"batch": BATCH, "max_tokens": 12, "max_in_flight": 32},
         "buffer": {"max_staleness": 2},

@@ -20,7 +20,7 @@ def prepare(folder: Path, name: str, steps: int, **more: dict[str, Any]) -> Path
     prompts = (json.dumps({"prompt": f"w{2 + i % 60} w{2 + i * 7 % 60}"}) + "\n" for i in range(800))
     (folder / "prompts.jsonl").write_text("".join(prompts))
     engine_args = {"max-model-len": 64, "kv-cache-memory-bytes": 1 << 26, "enforce-eager": True}
-    teacher = {"path": str(folder / "teacher"), "dtype": "float32", "threads": 1}
+    teacher = {"path": str(folder / "teacher"), "dtype": "float32"}
     sections: dict[str, dict[str, Any]] = {
         "run": {"folder": folder / "runs"},
         "student": {"engine_args": engine_args},

@@ -21,7 +21,7 @@ class TeacherProcess:
         self.url, self._name = f"http://127.0.0.1:{self.port}", name
         self._environment = os.environ | {"OMP_NUM_THREADS": "1", "DISTILL_TOKEN": token}
         self._config, self._log = (folder / f"{self.port}.{end}" for end in ("json", "log"))
-        settings = {"path": str(model), "dtype": "float32", "threads": 1} | config
+        settings = {"path": str(model), "dtype": "float32"} | config
         self._config.write_text(json.dumps(settings))
         self.start()
 

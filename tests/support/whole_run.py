@@ -31,7 +31,7 @@ def written(path: Path, steps: int, *layers: dict[str, dict[str, Any]]) -> Path:
     config: dict[str, dict[str, Any]] = {
         "run": {"name": path.stem, "folder": path.parent, "steps": steps, "start_seconds": 1200},
         "student": {"path": path.parent / "student"},
-        "trainer": {"ranks": 1, "deepspeed": ROOT / "configs/deepspeed/zero3_cpu.json", "threads": 1},
+        "trainer": {"ranks": 1, "deepspeed": ROOT / "configs/deepspeed/zero3_cpu.json"},
         "tracking": {"wandb": "disabled"},
     }
     for layer in layers:

@@ -35,7 +35,7 @@ from small_config import make_config
 import distill
 from distill import hardware
 from distill.config import RunConfig
-from distill.config.loading import parse_override, with_settings
+from distill.config.loading import with_settings
 from distill.config.prompts import EnvironmentPrompts, JsonlPrompts
 from distill.hardware import DEVICES, Device, of_names
 from distill.launch import probe
@@ -269,50 +269,6 @@ def test_a_split_is_suggested_from_twice_the_next_stage_on(model: str) -> None:
     assert "no other role has one to spare" in forecast.split(planned(one_gpu_each(model), measured=slow))
     level = estimate.Calibration({stage.kind: stage.seconds for stage in planned(on_gpus(model)).stages})
     assert forecast.split(planned(on_gpus(model), measured=level)) == "", "every stage takes a second"
-
-
-@pytest.mark.parametrize(
-    ("cores", "replicas", "threads"),
-    [(1, 1, (1, 1, 1)), (2, 1, (1, 1, 2)), (8, 1, (2, 1, 5)), (9, 1, (2, 1, 6)), (8, 3, (1, 1, 4))],
-)
-def test_threads_of_cores_go_to_the_slowest_stage(
-    model: str, cores: int, replicas: int, threads: tuple[int, ...]
-) -> None:
-    work = {"replicas": 3.0, "teacher t": 1.0, "trainer": 8.0}  # of one thread, all processes together
-    counts = {"replicas": replicas, "teacher t": 1, "trainer": 1}
-    roles = {name: estimate.Role(name, count, 2, {}) for name, count in counts.items()}
-    stages = [estimate.Stage(name, "kind", 0.0, seconds / 2, 2) for name, seconds in work.items()]
-    each = estimate.threads_each(stages, roles, cores)
-    assert each == dict(zip(work, threads, strict=True))
-    found = replace(planned(on_gpus(model)), threads=each)
-    words = "'student.env.OMP_NUM_THREADS=\"{}\"' --set 'teachers.\"t\".threads={}' --set trainer.threads={}"
-    assert forecast.threads(found).endswith(words.format(*threads))
-
-
-def test_the_threads_of_a_plan_are_settings_of_its_run_where_all_of_it_is_here(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(estimate.os, "sched_getaffinity", lambda _: range(12))
-    lengths = estimate.Lengths(8, 8, "given")
-
-    def on_cores(**sections: Any) -> estimate.Plan:
-        student = {"path": model, **sections.pop("student", {})}
-        trainer = {"deepspeed": DEEPSPEED, **sections.pop("trainer", {})}
-        config = make_config(student=student, trainer=trainer, **sections).with_(evaluation=None)
-        config = config.model_copy(update={"teachers": {"v1.5": TeacherConfig(path=model)}})
-        return estimate.plan(config, hardware.core(), [], lengths)
-
-    def settings(plan: estimate.Plan) -> list[Any]:
-        words = [word for word in shlex.split(forecast.threads(plan)) if "=" in word]
-        replica, teacher, trainer = map(parse_override, words)
-        threads = replica["student"]["env"]["OMP_NUM_THREADS"], teacher["teachers"]["v1.5"]["threads"]
-        return [*map(int, threads), trainer["trainer"]["threads"]]
-
-    assert sum(settings(on_cores(trainer={"ranks": 1}))) == 12
-    assert settings(on_cores(trainer={"ranks": 2}, buffer={"max_staleness": 0})) == [12, 12, 6]
-    for elsewhere in ({"student": {"urls": ["http://127.0.0.1:1"]}}, {"trainer": {"nodes": 2}}):
-        found = on_cores(**elsewhere)
-        assert (found.threads, forecast.threads(found), forecast.split(found)) == ({}, "", "")
 
 
 @pytest.mark.parametrize(

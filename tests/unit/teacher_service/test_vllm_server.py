@@ -243,15 +243,14 @@ def test_engine_args_that_a_teacher_sets_itself_are_refused_by_name(name: str) -
 
 
 def test_on_a_cpu_an_engine_is_one_process_unless_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     workers = {"tensor_parallel_size": 2, "enforce_eager": False}
-    assert on_cpu(workers, None) == workers
+    assert on_cpu(workers) == workers
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
     one = {"enforce_eager": True, "distributed_executor_backend": "uni", "dtype": "float32"}
-    assert on_cpu({"dtype": "float32"}, 2) == one
-    assert on_cpu(one | {"tensor_parallel_size": 1}, 2) == one | {"tensor_parallel_size": 1}
-    assert on_cpu({"distributed_executor_backend": "mp"}, 2)["distributed_executor_backend"] == "mp"
+    assert on_cpu({"dtype": "float32"}) == one
+    assert on_cpu(one | {"tensor_parallel_size": 1}) == one | {"tensor_parallel_size": 1}
+    assert on_cpu({"distributed_executor_backend": "mp"})["distributed_executor_backend"] == "mp"
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert os.environ["OMP_NUM_THREADS"] == "2"
