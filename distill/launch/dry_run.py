@@ -40,7 +40,8 @@ class _FreePorts(Ports):
 def dry_run(config: RunConfig) -> dict[str, Any]:
     """{"config": the configuration with nothing left open, "commands": [{name, env, argv}, …]}.
 
-    Reads the models' configs where a choice depends on them; no weights, no prompts. Raises ConfigError.
+    Where a choice depends on them, reads the models' configs and, for their lengths, the first prompts of a
+    local file; no weights. Raises ConfigError or DataError.
     """
     check_keys(config)
     if config.run.precision == "fastest":

@@ -23,7 +23,6 @@ a small model are short."""
 CROWDED: Final = 1.05
 """Times as long as all cores need for everything that a stage takes before its second thread shares a core
 with others. Two threads for each cost up to 20 % where none takes so long (docs/benchmarks.md)."""
-_KEYS: Final = {"student": "student", TRAINER: TRAINER, EVALUATOR: "evaluation.placement"}
 
 
 def decide_threads(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -36,11 +35,9 @@ def decide_threads(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if not missing or THREADS in os.environ or not on_cores(config) or not is_here(config):
         return config, []
     lengths, chosen = lengths_of(config, None, None), with_settings(config, words(dict.fromkeys(missing, 1)))
-    for _ in range(
-        2
-    ):  # how many completions a swap meets, and with it replicas' work, follows from the first
+    for _ in range(2):  # the first changes how many completions a swap meets, and so the replicas' work
         best = best_threads(chosen, plan(chosen, core(), [], lengths).stages)
-        chosen = with_settings(config, words({role: best[role] for role in missing}))
+        chosen = with_settings(config, words({role: best.get(role, 1) for role in missing}))
     counts = ", ".join(f"{role} {count}" for role, count in threads(chosen).items())
     return chosen, [f"threads on {cores()} cores: {counts}"]
 
@@ -55,11 +52,14 @@ def is_here(config: RunConfig) -> bool:
 def best_threads(config: RunConfig, stages: Sequence[Stage]) -> dict[str, int]:
     """Role → threads of each of its processes with which a step of a run that is here is fastest.
 
-    One stage after the other, each has all cores. The evaluator computes what a teacher does.
+    One stage after the other, each has all cores. The evaluator computes what a teacher does. A role that is
+    not named computes next to nothing.
     """
     roles = find_roles(config, core(), [])
     if config.buffer.max_staleness == 0:
-        best = {stage.role: max(1, cores() // roles[stage.role].processes) for stage in stages}
+        work = processor_seconds(stages, roles)
+        shares = {role: max(1, cores() // roles[role].processes) for role in work}
+        best = {role: shares[role] if work[role] >= LEAST_WORK else 1 for role in work}
     else:
         best = threads_each(stages, roles, cores())
     best = {"student" if role == REPLICAS else role: count for role, count in best.items()}
@@ -74,7 +74,7 @@ def threads_each(stages: Sequence[Stage], roles: Mapping[str, Role], cores: int)
     Where too few cores are left for a second, it has that if it is slower, by CROWDED, than all together on
     all cores.
     """
-    work = {stage.role: stage.seconds * stage.devices / roles[stage.role].processes for stage in stages}
+    work = processor_seconds(stages, roles)
     threads = dict.fromkeys(work, 1)
     spare = cores - sum(roles[role].processes for role in work)
     together = sum(stage.seconds * stage.devices for stage in stages) / cores
@@ -89,10 +89,19 @@ def threads_each(stages: Sequence[Stage], roles: Mapping[str, Role], cores: int)
         spare -= taken
 
 
+def processor_seconds(stages: Sequence[Stage], roles: Mapping[str, Role]) -> dict[str, float]:
+    """Role → what each of its processes computes in a step, by one thread."""
+    return {stage.role: stage.seconds * stage.devices / roles[stage.role].processes for stage in stages}
+
+
 def words(counts: Mapping[str, int]) -> list[str]:
     """The settings of roles' threads."""
-    keys = {role: _KEYS.get(role) or f'teachers."{role.removeprefix("teacher ")}"' for role in counts}
-    return [f"{keys[role]}.threads={count}" for role, count in counts.items()]
+    return [f"{_section(role)}.threads={count}" for role, count in counts.items()]
+
+
+def _section(role: str) -> str:
+    kind, _, name = role.partition(" ")
+    return f'{kind}s."{name}"' if name else {EVALUATOR: "evaluation.placement"}.get(role, role)
 
 
 def cores() -> int:

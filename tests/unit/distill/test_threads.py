@@ -86,8 +86,17 @@ def test_every_role_that_has_no_threads_gets_those_of_the_fastest_step(model: st
     assert counts["evaluator"] == counts["teacher v1.5"]
     assert line == "threads on 12 cores: " + ", ".join(f"{role} {count}" for role, count in counts.items())
     assert decide_threads(config) == (config, [])
-    in_turns, _ = decide_threads(run_on(model, trainer={"ranks": 2}, buffer={"max_staleness": 0}))
-    assert [*threads(in_turns).values()] == [12, 6, 12, 12]
+    head_alone, _ = decide_threads(
+        run_on(model, teacher={"engine": "vllm", "engine_url": "http://127.0.0.1:1"})
+    )
+    assert threads(head_alone)["teacher v1.5"] == 1
+
+
+def test_stages_one_after_the_other_have_all_cores_each(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_on(model, trainer={"ranks": 2}, buffer={"max_staleness": 0})
+    assert [*threads(decide_threads(config)[0]).values()] == [12, 6, 12, 12]
+    monkeypatch.setattr(module, "LEAST_WORK", 1e9)
+    assert [*threads(decide_threads(config)[0]).values()] == [1, 1, 1, 1]
 
 
 def test_what_the_user_sets_stays(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
