@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Collection
@@ -11,6 +12,7 @@ from statistics import mean
 from typing import Any, Final
 
 from sync.base.errors import ConfigError
+from sync.base.memory import CGROUP
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,16 @@ DEVICES: Final = {
         Device("rtx4090", 165e12, 1.008e12, 24.0, 256),
     )
 }
+
+
+def cores() -> int:
+    """Cores that the processes of this machine, or of the container this one is in, may use."""
+    here = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+    except (OSError, ValueError):  # the root of all groups, or version 1
+        return here
+    return here if quota == "max" else max(1, min(here, int(quota) // int(period)))
 
 
 @cache

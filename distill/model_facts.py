@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from distill.prompts.sources import model_config, text_config
+from sync.base.errors import ConfigError
 from sync.base.settings import ModelSource
 from sync.weights.snapshots import checkpoint
 from sync.wire import Routing
@@ -148,7 +149,9 @@ def on_meta(source: ModelSource) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(text_config(source))
+        return AutoModelForCausalLM.from_config(
+            text_config(source), trust_remote_code=source.trust_remote_code
+        )
 
 
 def has_experts(model: Any) -> bool:
@@ -183,8 +186,10 @@ def layers_of_experts(model: Any) -> int:
 
 def expert_parameters(model: Any) -> int:
     """Parameters of all experts of one layer, without shared ones; 0: it has none."""
+    if not has_experts(model):
+        return 0
     inner = getattr(model, "moe_intermediate_size", None) or model.intermediate_size
-    return 3 * experts_of(model) * inner * model.hidden_size if has_experts(model) else 0
+    return 3 * experts_of(model) * int(inner) * int(model.hidden_size)
 
 
 # --- what the arithmetic of planning needs
@@ -240,8 +245,13 @@ class Shape:
 
 
 def shape_of(source: ModelSource, tensor: int = 1) -> Shape:
-    """The model's, in an engine of `tensor` parallel GPUs. Raises ConfigError for an unreadable config."""
+    """The model's, in an engine of `tensor` parallel GPUs. Raises ConfigError for an unreadable config, and
+    for one of other layers than attention."""
     model, parameters = text_config(source), count_parameters(source)
+    if not getattr(model, "num_attention_heads", None):
+        raise ConfigError(
+            f"{source.path}: what {model.model_type} computes is not known, for it has no heads"
+        )
     chosen = getattr(model, "num_experts_per_tok", None) or 1
     layers, heads = int(model.num_hidden_layers), int(model.num_attention_heads)
     tied = bool(getattr(model, "tie_word_embeddings", False))

@@ -116,8 +116,8 @@ def recorded(run_dir: Path) -> dict[str, Any]:
     if not isinstance(raw, dict) or not isinstance(raw.get("run"), dict):
         raise ConfigError(f"{path} has no table 'run', which every run writes: {PUT_BACK}")
     check_format(path, raw.get("format", CONFIG_FORMAT), CONFIG_FORMAT)
-    if isinstance(evaluation := raw.get("evaluation"), dict):
-        evaluation.pop("threads", None)  # of a run that began before `evaluation.placement.threads`
+    if isinstance(evaluation := raw.get("evaluation"), dict) and "threads" in evaluation:
+        evaluation.setdefault("placement", {})["threads"] = evaluation.pop("threads")  # its name until 0.1
     return raw
 
 

@@ -163,6 +163,7 @@ def _student(config: RunConfig, run_dir: Path, version: str, work: Path) -> Teac
         chat_template=place.chat_template,
         dtype=place.dtype,
         devices=place.devices[:1],
+        threads=place.threads,
         env=place.env,
     )
 

@@ -59,7 +59,7 @@ def prepare(config: RunConfig, say: Callable[[str], None], trains: bool = True) 
     `trains`: it writes checkpoints and versions too. Raises ConfigError, DataError or StoreError.
     """
     checked = check(config)
-    config, lines = decide_threads(checked.config)
+    config, lines = decide_threads(checked.config) if trains else (checked.config, [])
     checked = checked._replace(config=config, lines=[*checked.lines, *lines])
     for line in checked.lines:
         say(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any, Final
 
@@ -10,7 +11,7 @@ from distill.config import StudentConfig
 from distill.preflight_checks.machine import runs_on_cpu
 from sync.base.address import is_loopback, token_from_environment
 from sync.base.errors import ConfigError
-from sync.base.memory import sharing
+from sync.base.memory import THREADS, sharing
 from sync.base.settings import ReplicaConfig
 from sync.weights.snapshots.checkpoint import vllm_formats
 from sync.wire.server import ON_LOOPBACK, check_bind
@@ -120,8 +121,8 @@ def command(
     return [sys.executable, "-m", "sync.vllm.plugin", *words], {
         **(ON_LOOPBACK if is_loopback(host) else {}),
         **_ENVIRONMENT,
+        **(_CPU_ENVIRONMENT | {THREADS: os.environ.get(THREADS, "1")} if cpu else {}),
         **sharing(config.threads),
-        **(_CPU_ENVIRONMENT if cpu else {}),
         **(_EAGER if cpu and arguments["enforce-eager"] is True else {}),
         **runner,
         **replica.environment(),

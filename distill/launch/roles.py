@@ -30,7 +30,7 @@ from student_trainer.config import TrainerConfig
 from sync.base import secrets as hidden
 from sync.base.address import TOKEN_VARIABLE, Address, Place, is_loopback, token_from_environment
 from sync.base.errors import ConfigError
-from sync.base.memory import sharing
+from sync.base.memory import THREADS, sharing
 from sync.base.settings import ModelSource, Placement, Settings
 from sync.wire.peers import Role
 from sync.wire.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, hold_port
@@ -152,7 +152,8 @@ def _replica(config: RunConfig, process: Process, ports: Ports) -> ChildSpec:
     name, index, place = process.name, process.index, config.student
     if process.section != "student" and process.place:
         there = dict(process.place)
-        there |= {"threads": there["threads"] or place.threads, "env": {**place.env, **there["env"]}}
+        env = place.env if there["threads"] is None else {**place.env, THREADS: str(there["threads"])}
+        there |= {"threads": there["threads"] or place.threads, "env": {**env, **there["env"]}}
         place = place.model_copy(update=there)
     port, settings = _port(place, process, ports), config.subscriber(name)
     write_role(config.run_dir, name, settings)

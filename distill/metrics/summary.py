@@ -268,7 +268,7 @@ def threads(config: RunConfig) -> dict[str, int | None]:
     """Threads of each role; None: as many as its library takes."""
 
     def threads_of(env: Mapping[str, str], setting: int | None) -> int | None:
-        variable = env.get(THREADS, "")
+        variable = env.get(THREADS, "").partition(",")[0]
         return int(variable) if variable.isdigit() else setting
 
     teachers = config.teachers.items()
@@ -277,7 +277,7 @@ def threads(config: RunConfig) -> dict[str, int | None]:
         "student": threads_of(config.student.env, config.student.threads),
         "trainer": threads_of(config.trainer.env, config.trainer.threads),
         **{f"teacher {name}": threads_of(teacher.env, teacher.threads) for name, teacher in teachers},
-        **{f"environment {name}": environment.threads for name, environment in config.environments.items()},
+        **{f"environment {name}": threads_of(of.env, of.threads) for name, of in config.environments.items()},
         **({"evaluator": threads_of(at.env, at.threads)} if at else {}),
     }
 

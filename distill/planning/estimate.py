@@ -34,7 +34,7 @@ from typing import Final
 
 from distill.config import RunConfig
 from distill.config.prompts import EnvironmentPrompts, JsonlPrompts
-from distill.hardware import CPU, Device
+from distill.hardware import CPU, Device, cores
 from distill.metrics.summary import threads
 from distill.model_facts import Shape, item_bytes, shape_of
 from distill.preflight_checks.devices import VLLM_SHARE, WORKSPACE, Use
@@ -150,12 +150,10 @@ class Role:
 def find_roles(config: RunConfig, device: Device, uses: Sequence[Use]) -> dict[str, Role]:
     """Replicas, `teacher NAME` of each and trainer, by name; a teacher behind `engine_url` is left out.
 
-    On cores: threads as configured, else as OMP_NUM_THREADS says, else all of them.
+    On cores: threads as configured, else as OMP_NUM_THREADS says; else a replica has one, others have all.
     Raises ConfigError for a role whose GPUs are not known.
     """
-    cores, threads_of = len(os.sched_getaffinity(0)), threads(config)
-    inherited = os.environ.get(THREADS, "")
-    default = int(inherited) if inherited.isdigit() else cores
+    all_cores, threads_of, shell = cores(), threads(config), os.environ.get(THREADS, "")
     groups: dict[str, list[Process]] = defaultdict(list)
     for process in processes(config):
         name = {"student": REPLICAS, TRAINER: TRAINER}.get(process.section, "")
@@ -169,9 +167,10 @@ def find_roles(config: RunConfig, device: Device, uses: Sequence[Use]) -> dict[s
         machines_each = machines(config.trainer) if place is None else 1
         if device.name == CPU:
             count = machines_each * (config.trainer.ranks if place is None else len(group))
+            default = int(shell) if shell.isdigit() else 1 if name == REPLICAS else all_cores
             each = threads_of["student" if name == REPLICAS else name] or default
-            taken = min(cores, count * each)
-            roles[name] = Role(name, count, taken, {(HERE, CPU): taken / cores})
+            taken = min(all_cores, count * each)
+            roles[name] = Role(name, count, taken, {(HERE, CPU): taken / all_cores})
             continue
         if not (used := [use for use in uses if use.key == f"{section}.devices"]):
             raise ConfigError(

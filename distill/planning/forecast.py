@@ -24,7 +24,7 @@ from distill.planning.estimate import (
     step_seconds,
 )
 from distill.planning.measured import Measured, calibrate, check_student_generates, measure
-from distill.planning.threads import best_threads, decide_threads, is_here, words
+from distill.planning.threads import best_threads, decide_threads, is_planned, words
 from distill.preflight_checks.devices import Use, check_devices, gpu_names, gpus, uses, visible
 from distill.preflight_checks.machine import GIB, decide_precision, faster_precision
 from distill.preflight_checks.objective import with_objective
@@ -93,9 +93,11 @@ def forecast(
     where, machines = placed(config)
     config, row, roles = _place(config, device, where)
     if row.name == CPU:
-        config, _ = decide_threads(decide_precision(config)[0])
+        config, _ = decide_precision(config)
     run, theirs, calibration = _calibration(measured, device) if measured else (None, None, None)
     lengths = estimate.lengths_of(config, prompt, completion, run.lengths if run else None)
+    if row.name == CPU:
+        config, _ = decide_threads(config, lengths)
     plan = estimate.plan(config, row, roles, lengths, calibration)
     before = (run, theirs) if run is not None and theirs is not None else None
     refusal = None
@@ -104,11 +106,12 @@ def forecast(
             check_devices(config, where)
     except ConfigError as error:
         refusal = str(error)
-    best = best_threads(config, plan.stages) if row.name == CPU and is_here(config) else {}
+    best = best_threads(config, plan.stages) if row.name == CPU and is_planned(config) else {}
     settings = words(
         {role: count for role, count in best.items() if threads(config).get(role, count) != count}
     )
-    changed = estimate.plan(with_settings(config, settings), row, roles, lengths, calibration)
+    other = with_settings(config, settings) if settings else config
+    changed = estimate.plan(other, row, roles, lengths, calibration) if settings else plan
     if changed.step_seconds * NOTABLE < plan.step_seconds:
         times = f"{plan.step_seconds / changed.step_seconds:.2f} times as fast"
         flags = " ".join(f"--set {shlex.quote(word)}" for word in settings)

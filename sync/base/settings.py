@@ -120,8 +120,9 @@ class Placement(Settings):
     for the evaluator; none for an environment, for a teacher with `engine_url`, with
     `teachers.NAME.device` or `evaluation.device` = "cpu", and where no machine of the cluster has any."""
     threads: Live[int | None] = Field(None, ge=1)
-    """Threads of each process that compute on cores; None: where all of a run is on the cores of this machine
-    as many as make its steps fastest (`distill plan`), elsewhere OMP_NUM_THREADS, or all cores."""
+    """Threads of each process that compute on cores. None: as OMP_NUM_THREADS says; without it, where the
+    cores of this machine compute all of a run, as many as make a step fastest, which config.json keeps; else
+    one for a replica and all cores for others."""
     env: Live[dict[str, str]] = {}
     """Environment variables to add."""
 

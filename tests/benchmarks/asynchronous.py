@@ -139,11 +139,11 @@ EVERY: Final = 20  # steps between the versions that are evaluated
 LAYOUT: Final = ("trainer.ranks=1", "evaluation=false", "tracking.wandb=disabled")
 """Every way: one rank, as two would share two cores with the other roles."""
 OVERLAPPED: Final = (*LAYOUT, "buffer.max_staleness=2")
-ONE_THREAD: Final = (*LAYOUT, "buffer.max_staleness=0", "rollout.request_size=128")
-TWO_THREADS: Final = ("teachers.{}.threads=2", "trainer.threads=2", "student.threads=2")
+IN_TURNS: Final = (*LAYOUT, "buffer.max_staleness=0", "rollout.request_size=128")
+ROLES: Final = ("student", "trainer", "teachers.{}")
 WAYS: Final = {
-    "synchronous": ONE_THREAD,
-    "synchronous-two-threads": (*ONE_THREAD, *TWO_THREADS),
+    "synchronous": (*IN_TURNS, *(f"{role}.threads=1" for role in ROLES)),
+    "synchronous-two-threads": (*IN_TURNS, *(f"{role}.threads=2" for role in ROLES)),
     "asynchronous": OVERLAPPED,
 }
 CURVE: Final = ("seconds_to_target", "reverse_kl", "pass_rate")

@@ -114,12 +114,16 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 class Command:
-    """A `distill` command in a session of its own, as a terminal starts it; leaving the context kills it."""
+    """A `distill` command in a session of its own, as a terminal starts it; leaving the context kills it.
+
+    `env`: variables over those of this process; an empty one is left out.
+    """
 
     def __init__(self, log: Path, *words: str, env: Mapping[str, str] | None = None) -> None:
         self._log = log
         with log.open("ab") as output:
             env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+            env = {name: value for name, value in env.items() if value}
             self.process = forked.start([*DISTILL, *words], env, output, new_session=True, cwd=log.parent)
 
     @property
@@ -427,8 +431,9 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
     settings = ('objective={type="student_topk", k=4}', "evaluation.prompts=4")
     secret = f"planted-{os.getpid()}"
     settings += (f"trainer.env.A_PASSWORD={secret}", f"student.env.A_TOKEN={secret}")
-    with run.command("run", *settings, "run.steps=100000") as running:
+    with run.command("run", *settings, "run.steps=100000", env={"OMP_NUM_THREADS": ""}) as running:
         wait_for(lambda: steps_of(run.run_dir) >= 2, running)
+        assert "cores: student 1, trainer 1, teacher teacher 1, evaluator 1\n" in running.said
         family = [running.process.pid, *(p.pid for p in psutil.Process(running.process.pid).children(True))]
         lines = [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in family]
         assert [line for line in lines if secret in line] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from pathlib import Path
@@ -10,17 +11,21 @@ from typing import Any
 import pytest
 from sized_models import dense
 from small_config import make_config
+from transformers import GPT2Config, MambaConfig, PretrainedConfig
 
+from distill import hardware
 from distill.config import RunConfig
-from distill.config.loading import with_settings
+from distill.config.loading import load_run_dir, with_settings
 from distill.launch.roles import Ports, plan_servers, trainer_child
 from distill.metrics.summary import threads
+from distill.model_facts import shape_of
 from distill.planning import forecast
 from distill.planning import threads as module
-from distill.planning.estimate import Role, Stage
-from distill.planning.threads import decide_threads, is_here, threads_each
+from distill.planning.threads import decide_threads, is_planned, threads_each
 from distill.preflight_checks import machine
+from sync.base.errors import ConfigError
 from sync.base.memory import THREADS
+from sync.base.settings import ModelSource, Placement
 
 ROOT = Path(__file__).parents[3]
 NOBODY = {"student": None, "trainer": None, "teacher v1.5": None, "evaluator": None}
@@ -48,6 +53,11 @@ def run_on(model: str, **sections: Any) -> RunConfig:
     return with_settings(config.model_copy(update={"teachers": {"v1.5": config.teachers["v1"]}}), [])
 
 
+def saved(folder: Path, config: PretrainedConfig) -> str:
+    config.save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.mark.parametrize(
     ("cores", "replicas", "training", "each"),
     [
@@ -64,19 +74,33 @@ def test_threads_go_to_the_slowest_stage(
     cores: int, replicas: int, training: float, each: tuple[int, ...]
 ) -> None:
     """Two cores for 3 + 1 + t seconds: the trainer has two threads where t > 1.05 (4 + t) / 2, or 4.42."""
-    work = {"replicas": 3.0, "teacher t": 1.0, "trainer": training}  # of one thread, all processes together
+    work = {"replicas": 3.0 / replicas, "teacher t": 1.0, "trainer": training}
     counts = {"replicas": replicas, "teacher t": 1, "trainer": 1}
-    roles = {name: Role(name, count, 2, {}) for name, count in counts.items()}
-    stages = [Stage(name, "kind", 0.0, seconds / 2, 2) for name, seconds in work.items()]
-    assert threads_each(stages, roles, cores) == dict(zip(work, each, strict=True))
+    assert threads_each(work, counts, cores, {}) == dict(zip(work, each, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "each"),
+    [
+        ({"replicas": 10}, (10, 1, 2)),
+        ({"trainer": 1}, (1, 1, 1)),
+        ({"trainer": 6}, (3, 1, 6)),
+        ({"teacher t": 4}, (2, 4, 6)),
+    ],
+)
+def test_set_threads_stay_and_the_others_share_what_is_left(
+    fixed: dict[str, int], each: tuple[int, ...]
+) -> None:
+    """Up to where the slowest stage is as fast as it can be."""
+    work = {"replicas": 3.0, "teacher t": 1.0, "trainer": 8.0}
+    assert threads_each(work, dict.fromkeys(work, 1), 12, fixed) == dict(zip(work, each, strict=True))
 
 
 def test_what_a_thread_computes_in_no_time_has_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAST_WORK", 1.0)
-    roles = {name: Role(name, 1, 1, {}) for name in ("replicas", "trainer")}
     for seconds, count in ((0.9, 1), (2.0, 4)):
-        stages = [Stage(name, "kind", 0.0, seconds, 1) for name in roles]
-        assert threads_each(stages, roles, 8) == dict.fromkeys(roles, count)
+        work = dict.fromkeys(("replicas", "trainer"), seconds)
+        assert threads_each(work, dict.fromkeys(work, 1), 8, {}) == dict.fromkeys(work, count)
 
 
 def test_every_role_that_has_no_threads_gets_those_of_the_fastest_step(model: str) -> None:
@@ -100,10 +124,11 @@ def test_stages_one_after_the_other_have_all_cores_each(model: str, monkeypatch:
 
 
 def test_what_the_user_sets_stays(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, _ = decide_threads(run_on(model, student={"threads": 5}, teacher={"env": {THREADS: "7"}}))
+    set_by_user = {"student": {"threads": 5}, "teacher": {"env": {THREADS: "6,2"}}}
+    config, _ = decide_threads(run_on(model, **set_by_user, trainer={"ranks": 1}))
     assert (config.student.threads, config.teachers["v1.5"].threads) == (5, None)
-    assert threads(config)["teacher v1.5"] == 7
-    assert config.trainer.threads is not None
+    assert threads(config)["teacher v1.5"] == 6
+    assert config.trainer.threads == 2, "one is left of twelve, and the trainer is the slowest by far"
     monkeypatch.setenv(THREADS, "3")
     config = run_on(model)
     assert decide_threads(config) == (config, [])
@@ -116,7 +141,9 @@ def test_what_the_user_sets_stays(model: str, monkeypatch: pytest.MonkeyPatch) -
         {"trainer": {"nodes": 2}},
         {"controller": {"trainer": "external"}},
         {"cluster": {"type": "external"}},
+        {"trainer": {"hostfile": "/dev/null"}},
         {"teacher": {"engine": "mine:Engine"}},
+        {"objective": {"type": "sft"}},
         {},
     ],
     ids=str,
@@ -131,10 +158,23 @@ def test_a_run_that_is_not_on_these_cores_alone_is_left_alone(
     assert threads(config) == NOBODY
 
 
+def test_a_run_that_cannot_be_planned_goes_on_with_what_its_libraries_take(
+    model: str, tmp_path: Path
+) -> None:
+    config = run_on(model, student={"path": str(tmp_path)})
+    unplanned, (line,) = decide_threads(config)
+    assert unplanned == config
+    assert line.startswith("threads: not chosen, for the run cannot be planned: ")
+    shape = shape_of(ModelSource(path=saved(tmp_path / "gpt2", GPT2Config(n_embd=8, n_layer=2, n_head=2))))
+    assert (shape.layers, shape.attention, shape.routed) == (2, 8.0, 0.0)
+    with pytest.raises(ConfigError, match="what mamba computes is not known"):
+        shape_of(ModelSource(path=saved(tmp_path / "mamba", MambaConfig(hidden_size=8, num_hidden_layers=1))))
+
+
 def test_a_plan_names_threads_that_are_notably_faster_than_those_set(model: str) -> None:
     config = run_on(model, trainer={"threads": 1, "ranks": 1}, student={"threads": 9}, teacher={"threads": 9})
     planned = forecast.forecast(config, "cpu", 8, 8, None)
-    assert is_here(config)
+    assert is_planned(config)
     words = [word for word in shlex.split(planned.advice) if "=" in word]
     changed = forecast.forecast(with_settings(config, words), "cpu", 8, 8, None)
     times = planned.plan.step_seconds / changed.plan.step_seconds
@@ -146,7 +186,7 @@ def test_a_plan_names_threads_that_are_notably_faster_than_those_set(model: str)
     assert changed.advice == ""
 
 
-def test_every_role_computes_with_its_threads_and_an_evaluations_replica_with_the_students(
+def test_every_role_computes_with_its_threads_and_an_evaluations_replica_with_its_own_or_the_students(
     model: str, tmp_path: Path
 ) -> None:
     config = run_on(
@@ -155,15 +195,36 @@ def test_every_role_computes_with_its_threads_and_an_evaluations_replica_with_th
         trainer={"threads": 4},
         student={"threads": 2},
         teacher={"threads": 3},
-        evaluation={"replica": {}, "placement": {"threads": 5}},
+        evaluation={"replica": {"threads": 6}, "placement": {"threads": 5}},
     )
+    own = config.with_(student={"threads": None, "env": {THREADS: "2"}}, evaluation={"replica": Placement()})
     config.run_dir.mkdir(parents=True)
-    with Ports() as ports:
-        children = [*plan_servers(config, None, ports).children, trainer_child(config, "http://c", None)]
-    assert {child.name: (child.env[THREADS], child.env["OMP_WAIT_POLICY"]) for child in children} == {
-        "student-0": ("2", "PASSIVE"),
-        "teacher-v1.5": ("3", "PASSIVE"),
-        "evaluation-replica": ("2", "PASSIVE"),
-        "evaluator": ("5", "PASSIVE"),
-        "trainer": ("4", "PASSIVE"),
-    }
+    for run, alone in ((config, "6"), (own, "2")):
+        with Ports() as ports:
+            children = [*plan_servers(run, None, ports).children, trainer_child(run, "http://c", None)]
+        assert {child.name: (child.env[THREADS], child.env["OMP_WAIT_POLICY"]) for child in children} == {
+            "student-0": ("2", "PASSIVE"),
+            "teacher-v1.5": ("3", "PASSIVE"),
+            "evaluation-replica": (alone, "PASSIVE"),
+            "evaluator": ("5", "PASSIVE"),
+            "trainer": ("4", "PASSIVE"),
+        }
+
+
+def test_a_run_that_began_with_threads_of_its_evaluator_keeps_them(model: str, tmp_path: Path) -> None:
+    config = run_on(model, run={"name": "test", "steps": 1, "folder": tmp_path})
+    config.run_dir.mkdir()
+    record = config.model_dump(mode="json")
+    record["evaluation"] |= {"threads": 3}
+    (config.run_dir / "config.json").write_text(json.dumps(record))
+    assert threads(load_run_dir(config.run_dir))["evaluator"] == 3
+
+
+@pytest.mark.parametrize(("limit", "count"), [("max 100000", 12), ("250000 100000", 2), ("9 100000", 1)])
+def test_the_cores_of_a_container_are_those_that_it_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, count: int
+) -> None:
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    assert hardware.cores() == 12
+    (tmp_path / "cpu.max").write_text(limit)
+    assert hardware.cores() == count
