@@ -148,10 +148,14 @@ def on_meta(source: ModelSource) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            text_config(source), trust_remote_code=source.trust_remote_code
-        )
+    config = text_config(source)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
+    except Exception as error:  # noqa: BLE001 - of its own code, or of transformers' checks
+        raise ConfigError(
+            f"{source.path!r} is no causal language model that transformers builds: {error}; name another"
+        ) from None
 
 
 def has_experts(model: Any) -> bool:

@@ -117,7 +117,8 @@ def recorded(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} has no table 'run', which every run writes: {PUT_BACK}")
     check_format(path, raw.get("format", CONFIG_FORMAT), CONFIG_FORMAT)
     if isinstance(evaluation := raw.get("evaluation"), dict) and "threads" in evaluation:
-        evaluation.setdefault("placement", {})["threads"] = evaluation.pop("threads")  # its name until 0.1
+        place = evaluation.get("placement") or {}  # beside which an earlier release wrote them
+        evaluation["placement"] = {**place, "threads": evaluation.pop("threads")}
     return raw
 
 

@@ -37,7 +37,7 @@ from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
 
 ANSWER_SECONDS: Final = 3600.0
-_OF_THE_RUN: Final = ("replicas", "host", "port", "follow_student_every", "keep_folder")
+_OF_THE_RUN: Final = ("replicas", "host", "port", "threads", "follow_student_every", "keep_folder")
 """What a teacher that is started here does not take over from its configuration."""
 
 
@@ -163,7 +163,6 @@ def _student(config: RunConfig, run_dir: Path, version: str, work: Path) -> Teac
         chat_template=place.chat_template,
         dtype=place.dtype,
         devices=place.devices[:1],
-        threads=place.threads,
         env=place.env,
     )
 

@@ -71,7 +71,8 @@ def resume_lines(config: RunConfig) -> Iterator[str]:
     Raises ConfigError or DataError where it would be refused.
     """
     check_holds_run(config.run_dir)
-    config, split, *_ = check(config)
+    checked, split, *_ = check(config)
+    config, _ = decide_threads(checked)
     prompts = PromptStream(split.train, config.run.seed, config.rollout.per_prompt)
     return record.lines(record.resume(config.run_dir, record.Start.of(config, prompts, split)))
 

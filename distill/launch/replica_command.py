@@ -121,7 +121,7 @@ def command(
     return [sys.executable, "-m", "sync.vllm.plugin", *words], {
         **(ON_LOOPBACK if is_loopback(host) else {}),
         **_ENVIRONMENT,
-        **(_CPU_ENVIRONMENT | {THREADS: os.environ.get(THREADS, "1")} if cpu else {}),
+        **(_CPU_ENVIRONMENT | {THREADS: os.environ.get(THREADS) or "1"} if cpu else {}),
         **sharing(config.threads),
         **(_EAGER if cpu and arguments["enforce-eager"] is True else {}),
         **runner,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,13 +28,14 @@ import msgspec
 from distill.config import RunConfig
 from distill.config.evaluation import Metric
 from distill.evaluation.schedule import best
+from distill.hardware import cores
 from distill.interfaces import Teacher
 from distill.metrics.names import HELD_OUT, SETS
 from distill.metrics.timeline import REPLICAS, TEACHERS, Timeline
 from distill.record.state import RunState
 from distill.rollout.replica_pool import ReplicaPool
 from distill.waits import TRAINER
-from sync.base.memory import THREADS
+from sync.base.memory import threads_in
 from sync.wire import EvalReport, StepReport
 
 LONG_IDLE = 0.25
@@ -233,7 +233,7 @@ def complete(
         "versions": versions(),
         "threads": threads(config),
         "machine": {
-            "cpus": len(os.sched_getaffinity(0)),
+            "cpus": cores(),
             "platform": platform.platform(),
             "python": platform.python_version(),
         },
@@ -268,8 +268,7 @@ def threads(config: RunConfig) -> dict[str, int | None]:
     """Threads of each role; None: as many as its library takes."""
 
     def threads_of(env: Mapping[str, str], setting: int | None) -> int | None:
-        variable = env.get(THREADS, "").partition(",")[0]
-        return int(variable) if variable.isdigit() else setting
+        return threads_in(env) or setting
 
     teachers = config.teachers.items()
     at = config.evaluation and config.evaluation.placement

@@ -44,7 +44,7 @@ from distill.prompts.sources import student_limit, text_config
 from distill.topology import EACH_NODE, HERE, TRAINER, Process, parallel, processes
 from student_trainer.launch import machines
 from sync.base.errors import ConfigError
-from sync.base.memory import THREADS
+from sync.base.memory import threads_in
 from sync.base.tokenizers import load_tokenizer
 from teacher_service.config import TeacherConfig
 
@@ -153,7 +153,7 @@ def find_roles(config: RunConfig, device: Device, uses: Sequence[Use]) -> dict[s
     On cores: threads as configured, else as OMP_NUM_THREADS says; else a replica has one, others have all.
     Raises ConfigError for a role whose GPUs are not known.
     """
-    all_cores, threads_of, shell = cores(), threads(config), os.environ.get(THREADS, "")
+    all_cores, threads_of = cores(), threads(config)
     groups: dict[str, list[Process]] = defaultdict(list)
     for process in processes(config):
         name = {"student": REPLICAS, TRAINER: TRAINER}.get(process.section, "")
@@ -167,7 +167,7 @@ def find_roles(config: RunConfig, device: Device, uses: Sequence[Use]) -> dict[s
         machines_each = machines(config.trainer) if place is None else 1
         if device.name == CPU:
             count = machines_each * (config.trainer.ranks if place is None else len(group))
-            default = int(shell) if shell.isdigit() else 1 if name == REPLICAS else all_cores
+            default = threads_in(os.environ) or (1 if name == REPLICAS else all_cores)
             each = threads_of["student" if name == REPLICAS else name] or default
             taken = min(all_cores, count * each)
             roles[name] = Role(name, count, taken, {(HERE, CPU): taken / all_cores})

@@ -13,9 +13,9 @@ from distill.hardware import core, cores
 from distill.metrics.summary import threads
 from distill.planning.estimate import REPLICAS, Lengths, Stage, find_roles, lengths_of, plan
 from distill.preflight_checks.machine import on_cores
-from distill.topology import EVALUATOR, HERE, TRAINER, processes
+from distill.topology import EVALUATOR, HERE, TRAINER, parallel, processes
 from sync.base.errors import DistillError
-from sync.base.memory import THREADS
+from sync.base.memory import threads_in
 from sync.base.own_code import is_own
 
 LEAST_WORK: Final = 1.0
@@ -34,7 +34,7 @@ def decide_threads(config: RunConfig, lengths: Lengths | None = None) -> tuple[R
     """
     now = threads(config)
     missing = [role for role, count in now.items() if count is None]
-    if not missing or THREADS in os.environ or not is_planned(config):
+    if not missing or threads_in(os.environ) or not is_planned(config):
         return config, []
     fixed = {role: count for role, count in now.items() if count is not None}
     chosen = with_settings(config, words(dict.fromkeys(missing, 1)))
@@ -50,9 +50,12 @@ def decide_threads(config: RunConfig, lengths: Lengths | None = None) -> tuple[R
 
 
 def is_planned(config: RunConfig) -> bool:
-    """Whether the cores of this machine compute all of a run, and a plan has all that they compute."""
+    """Whether the cores of this machine compute all of a run, and a plan has all that they compute: no engine
+    has several workers or is the user's, and no teacher generates."""
     here = on_cores(config) and all(process.host == HERE for process in processes(config))
+    engines = [config.student.engine_args, *(teacher.engine_args for teacher in config.teachers.values())]
     known = not any(is_own(teacher.engine) for teacher in config.teachers.values())
+    known &= all(parallel(arguments) == (1, 1) for arguments in engines)
     return here and known and config.objective.on_policy == 1
 
 

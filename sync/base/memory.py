@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,12 @@ taken again: with temporaries of a vocabulary's size, nearly half of a step. Wit
 and since they are of all sizes, more of them with every step: `give_back` bounds that.
 oneDNN keeps the code of 1,024 products, a megabyte or more for each shape: where rows vary in length every
 batch has new ones, and a process grows by gigabytes for code that it never runs again."""
+
+
+def threads_in(environment: Mapping[str, str]) -> int | None:
+    """The threads that variables set, of a list the first level's; None: they set none."""
+    number = environment.get(THREADS, "").partition(",")[0].strip()
+    return int(number) or None if number.isdigit() else None
 
 
 def sharing(threads: int | None) -> dict[str, str]:

@@ -24,7 +24,7 @@ SETTINGS = (
     'teachers.teacher.engine="vllm"',
     "teachers.teacher.engine_args={tensor_parallel_size=2, enforce_eager=true}",
     "teachers.teacher.engine_args.kv_cache_memory_bytes=67108864",
-    'teachers.teacher.env.OMP_NUM_THREADS="1"',
+    "teachers.teacher.threads=1",
     'teachers.teacher.env.VLLM_CPU_OMP_THREADS_BIND="nobind"',
     'objective={type="full"}',
     'buffer.scores="reference"',

@@ -21,6 +21,7 @@ from distill.metrics.summary import threads
 from distill.model_facts import shape_of
 from distill.planning import forecast
 from distill.planning import threads as module
+from distill.planning.estimate import find_roles
 from distill.planning.threads import decide_threads, is_planned, threads_each
 from distill.preflight_checks import machine
 from sync.base.errors import ConfigError
@@ -37,8 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def twelve_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def twelve_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Twelve, of a machine without GPUs; the least of models is worth a second thread."""
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
     monkeypatch.delenv(THREADS, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12))
     monkeypatch.setattr(machine, "installed_for_cpu", lambda: True)
@@ -119,6 +121,8 @@ def test_every_role_that_has_no_threads_gets_those_of_the_fastest_step(model: st
 def test_stages_one_after_the_other_have_all_cores_each(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_on(model, trainer={"ranks": 2}, buffer={"max_staleness": 0})
     assert [*threads(decide_threads(config)[0]).values()] == [12, 6, 12, 12]
+    another = config.model_copy(update={"teachers": {**config.teachers, "b": config.teachers["v1.5"]}})
+    assert [*threads(decide_threads(another)[0]).values()] == [12, 6, 6, 6, 6]
     monkeypatch.setattr(module, "LEAST_WORK", 1e9)
     assert [*threads(decide_threads(config)[0]).values()] == [1, 1, 1, 1]
 
@@ -129,9 +133,13 @@ def test_what_the_user_sets_stays(model: str, monkeypatch: pytest.MonkeyPatch) -
     assert (config.student.threads, config.teachers["v1.5"].threads) == (5, None)
     assert threads(config)["teacher v1.5"] == 6
     assert config.trainer.threads == 2, "one is left of twelve, and the trainer is the slowest by far"
+    config, [line] = decide_threads(run_on(model, teacher={"env": {THREADS: "0"}}))
+    assert line.startswith("threads on 12 cores: "), "no number of threads"
     monkeypatch.setenv(THREADS, "3")
     config = run_on(model)
     assert decide_threads(config) == (config, [])
+    planned = find_roles(config, hardware.core(), [])
+    assert {role.devices for role in planned.values()} == {3, 6}, "of two ranks together"
 
 
 @pytest.mark.parametrize(
@@ -143,6 +151,7 @@ def test_what_the_user_sets_stays(model: str, monkeypatch: pytest.MonkeyPatch) -
         {"cluster": {"type": "external"}},
         {"trainer": {"hostfile": "/dev/null"}},
         {"teacher": {"engine": "mine:Engine"}},
+        {"student": {"engine_args": {"tensor-parallel-size": 2}}},
         {"objective": {"type": "sft"}},
         {},
     ],
@@ -221,10 +230,7 @@ def test_a_run_that_began_with_threads_of_its_evaluator_keeps_them(model: str, t
 
 
 @pytest.mark.parametrize(("limit", "count"), [("max 100000", 12), ("250000 100000", 2), ("9 100000", 1)])
-def test_the_cores_of_a_container_are_those_that_it_may_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, count: int
-) -> None:
-    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+def test_the_cores_of_a_container_are_those_that_it_may_use(tmp_path: Path, limit: str, count: int) -> None:
     assert hardware.cores() == 12
     (tmp_path / "cpu.max").write_text(limit)
     assert hardware.cores() == count
