@@ -72,7 +72,7 @@ def _file(config: Path) -> Path:
 def make_models(folder: Path, seed: int, task: Task = "sort_letters") -> Models:
     """Make the task's models in a subprocess, so that this process stays light."""
     command = [sys.executable, "-P", "-m", f"distill.tasks.{task}", str(folder), str(seed)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         raise DistillError(f"the models could not be made:\n{done.stderr[-2000:]}")

@@ -35,7 +35,9 @@ from distill.metrics.timeline import REPLICAS, TEACHERS, Timeline
 from distill.record.state import RunState
 from distill.rollout.replica_pool import ReplicaPool
 from distill.waits import TRAINER
+from student_trainer.config import TrainerSettings
 from sync.base.memory import threads_in
+from sync.base.settings import Placement
 from sync.wire import EvalReport, StepReport
 
 LONG_IDLE = 0.25
@@ -266,19 +268,12 @@ def git_state() -> dict[str, Any]:
 
 def threads(config: RunConfig) -> dict[str, int | None]:
     """Threads of each role; None: as many as its library takes."""
-
-    def threads_of(env: Mapping[str, str], setting: int | None) -> int | None:
-        return threads_in(env) or setting
-
-    teachers = config.teachers.items()
-    at = config.evaluation and config.evaluation.placement
-    return {
-        "student": threads_of(config.student.env, config.student.threads),
-        "trainer": threads_of(config.trainer.env, config.trainer.threads),
-        **{f"teacher {name}": threads_of(teacher.env, teacher.threads) for name, teacher in teachers},
-        **{f"environment {name}": threads_of(of.env, of.threads) for name, of in config.environments.items()},
-        **({"evaluator": threads_of(at.env, at.threads)} if at else {}),
-    }
+    roles: dict[str, Placement | TrainerSettings] = {"student": config.student, "trainer": config.trainer}
+    roles |= {f"teacher {name}": teacher for name, teacher in config.teachers.items()}
+    roles |= {f"environment {name}": environment for name, environment in config.environments.items()}
+    if config.evaluation:
+        roles["evaluator"] = config.evaluation.placement
+    return {role: threads_in(of.env) or of.threads for role, of in roles.items()}
 
 
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -166,7 +166,7 @@ async def stock(http: httpx.AsyncClient, model: str, items: Sequence[Item], k: i
 
 def teachers(model: str, dtype: str, folder: str, ports: Ports) -> list[ChildSpec]:
     """Our service, on either engine."""
-    shared = {"path": model, "threads": 1, "dtype": dtype, "queue_tokens": QUEUE_TOKENS}
+    shared = {"path": model, "dtype": dtype, "queue_tokens": QUEUE_TOKENS}
     both = {engine: {**shared, "engine": engine} for engine in ENGINES}
     both["vllm"]["engine_args"] = {"kv_cache_memory_bytes": KV_BYTES}
     run = {"name": "bench", "folder": folder, "steps": 1}
