@@ -19,6 +19,7 @@ from sync.base.errors import ConfigError
 from sync.base.settings import Placement
 from sync.wire.peers import Role
 
+STUDENT: Final = "student"
 TRAINER: Final = "trainer"
 EVALUATOR: Final = "evaluator"
 EVALUATION_REPLICA: Final = "evaluation-replica"

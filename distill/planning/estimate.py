@@ -41,7 +41,7 @@ from distill.preflight_checks.devices import VLLM_SHARE, WORKSPACE, Use
 from distill.preflight_checks.machine import DAY, GIB, bytes_per_token, full_bytes, published_item
 from distill.prompts.rows import RowReader, jsonl_rows
 from distill.prompts.sources import student_limit, text_config
-from distill.topology import EACH_NODE, HERE, TRAINER, Process, parallel, processes
+from distill.topology import EACH_NODE, HERE, STUDENT, TRAINER, Process, parallel, processes
 from student_trainer.launch import machines
 from sync.base.errors import ConfigError
 from sync.base.memory import threads_in
@@ -132,7 +132,6 @@ def delta_share(rate: float, codec: str, steps: int) -> float:
 
 Place = tuple[str, str]
 """(host, GPU); all cores of this machine are one place."""
-REPLICAS: Final = "replicas"
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class Role:
 
 
 def find_roles(config: RunConfig, device: Device, uses: Sequence[Use]) -> dict[str, Role]:
-    """Replicas, `teacher NAME` of each and trainer, by name; a teacher behind `engine_url` is left out.
+    """`student`, `teacher NAME` of each and `trainer`, by name; a teacher behind `engine_url` is left out.
 
     On cores: threads as configured, else as OMP_NUM_THREADS says; else a replica has one, others have all.
     Raises ConfigError for a role whose GPUs are not known.
@@ -156,7 +155,7 @@ def find_roles(config: RunConfig, device: Device, uses: Sequence[Use]) -> dict[s
     all_cores, threads_of = cores(), threads(config)
     groups: dict[str, list[Process]] = defaultdict(list)
     for process in processes(config):
-        name = {"student": REPLICAS, TRAINER: TRAINER}.get(process.section, "")
+        name = process.section if process.section in (STUDENT, TRAINER) else ""
         if isinstance(process.place, TeacherConfig) and process.place.engine_url is None:
             name = f"teacher {process.subject}"
         if name:
@@ -167,8 +166,8 @@ def find_roles(config: RunConfig, device: Device, uses: Sequence[Use]) -> dict[s
         machines_each = machines(config.trainer) if place is None else 1
         if device.name == CPU:
             count = machines_each * (config.trainer.ranks if place is None else len(group))
-            default = threads_in(os.environ) or (1 if name == REPLICAS else all_cores)
-            each = threads_of["student" if name == REPLICAS else name] or default
+            default = threads_in(os.environ) or (1 if name == STUDENT else all_cores)
+            each = threads_of[name] or default
             taken = min(all_cores, count * each)
             roles[name] = Role(name, count, taken, {(HERE, CPU): taken / all_cores})
             continue
@@ -314,14 +313,14 @@ def plan(
     roles, calibration = find_roles(config, device, uses), measured or Calibration()
     batch = config.rollout.batch
     student = shape_of(config.student, parallel(config.student.engine_args)[0])
-    generation = _generation(config, device, roles[REPLICAS], student, lengths)
+    generation = _generation(config, device, roles[STUDENT], student, lengths)
     by_student, speed = batch * config.objective.on_policy, calibration.speed
     stages = _stages(config, device, roles, student, generation)
     stages = [replace(stage, seconds=stage.seconds / speed.get(stage.kind, 1.0)) for stage in stages]
     longest = step_seconds(config, stages, roles)
     step = longest / calibration.overlap
     full, delta = version_bytes(config, student.parameters, calibration.delta)
-    in_flight = generation.in_flight * roles[REPLICAS].processes * (by_student > 0)
+    in_flight = generation.in_flight * roles[STUDENT].processes * (by_student > 0)
     tokens = batch * lengths.completion
     return Plan(
         device.name,
@@ -369,7 +368,7 @@ def _stages(
         """The stages, where swaps meet this share of what may be in flight."""
         met = swaps * share
         flops, seconds = generation.flops(by_student, met), generation.seconds(by_student, met)
-        return [stage(REPLICAS, GENERATE, flops, generation.item, seconds), *others]
+        return [stage(STUDENT, GENERATE, flops, generation.item, seconds), *others]
 
     drops = by_student > 0 and not config.keeps_cache and config.buffer.max_staleness > 0
     swaps = drops / config.weights.publish_every

@@ -11,9 +11,9 @@ from distill.config import RunConfig
 from distill.config.loading import with_settings
 from distill.hardware import core, cores
 from distill.metrics.summary import threads
-from distill.planning.estimate import REPLICAS, Lengths, Stage, find_roles, lengths_of, plan
+from distill.planning.estimate import Lengths, Stage, find_roles, lengths_of, plan
 from distill.preflight_checks.machine import on_cores
-from distill.topology import EVALUATOR, HERE, TRAINER, parallel, processes
+from distill.topology import EVALUATOR, HERE, STUDENT, TRAINER, parallel, processes
 from sync.base.errors import DistillError
 from sync.base.memory import threads_in
 from sync.base.own_code import is_own
@@ -76,10 +76,8 @@ def best_threads(
         shares = {stage.role: max(1, cores() // sharing[stage.kind]) for stage in stages}
         best = {role: shares[role] if work[role] >= LEAST_WORK else 1 for role in work}
     else:
-        named = {REPLICAS if role == "student" else role: count for role, count in (fixed or {}).items()}
-        best = threads_each(work, counts, cores(), named)
-    best = {"student" if role == REPLICAS else role: count for role, count in best.items()}
-    teachers = [count for role, count in best.items() if role not in ("student", TRAINER)]
+        best = threads_each(work, counts, cores(), fixed or {})
+    teachers = [count for role, count in best.items() if role not in (STUDENT, TRAINER)]
     return best | {EVALUATOR: max(teachers, default=1)}
 
 

@@ -106,7 +106,7 @@ def test_experts_and_embeddings_that_multiply_nothing_are_left_out(tmp_path: Pat
 
 def test_a_decode_step_moves_weights_and_cache_or_computes() -> None:
     shape = Shape(1000.0, 0.0, 0.0, 1.0, 2, 10.0, 50.0)
-    role = Role("replicas", 3, 3 * 2, {})
+    role = Role("student", 3, 3 * 2, {})
     device = partial(Device, "of a test", gib=1.0, sequences=1, compute_share=1.0, bandwidth_share=1.0)
     memory_bound = Generation(shape, 2, Lengths(10, 20, ""), role, 5, device(1e12, 100.0))
     assert memory_bound.decode_step() == (2 * 1000 + 5 * (10 + 20 / 2) * 50) / (2 * 100)
@@ -265,7 +265,7 @@ def test_bytes_of_a_version(model: str) -> None:
 
 def test_a_split_is_suggested_from_twice_the_next_stage_on(model: str) -> None:
     slow = estimate.Calibration({"generate": 1e-3})
-    assert "give replicas more GPUs, first from t" in forecast.split(planned(on_gpus(model), measured=slow))
+    assert "give student more GPUs, first from t" in forecast.split(planned(on_gpus(model), measured=slow))
     assert "no other role has one to spare" in forecast.split(planned(one_gpu_each(model), measured=slow))
     level = estimate.Calibration({stage.kind: stage.seconds for stage in planned(on_gpus(model)).stages})
     assert forecast.split(planned(on_gpus(model), measured=level)) == "", "every stage takes a second"
@@ -481,7 +481,7 @@ def test_on_slurm_roles_have_and_are_measured_on_the_gpus_of_their_placement(
     assert found.refusal is None
     assert found.plan.gpus == 8
     gpus = {stage.role: stage.devices for stage in found.plan.stages}
-    assert gpus == {"replicas": 2, "teacher t": 2, "trainer": 4}
+    assert gpus == {"student": 2, "teacher t": 2, "trainer": 4}
     alone = [(use.host, gpu) for use in found.memory for gpu in use.gpus if use.host != EACH_NODE]
     assert len(alone) == len(set(alone)) == 4
     assert (*found.lines,)[: len(found.machines)] == (*found.machines,)

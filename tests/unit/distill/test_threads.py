@@ -76,15 +76,15 @@ def test_threads_go_to_the_slowest_stage(
     cores: int, replicas: int, training: float, each: tuple[int, ...]
 ) -> None:
     """Two cores for 3 + 1 + t seconds: the trainer has two threads where t > 1.05 (4 + t) / 2, or 4.42."""
-    work = {"replicas": 3.0 / replicas, "teacher t": 1.0, "trainer": training}
-    counts = {"replicas": replicas, "teacher t": 1, "trainer": 1}
+    work = {"student": 3.0 / replicas, "teacher t": 1.0, "trainer": training}
+    counts = {"student": replicas, "teacher t": 1, "trainer": 1}
     assert threads_each(work, counts, cores, {}) == dict(zip(work, each, strict=True))
 
 
 @pytest.mark.parametrize(
     ("fixed", "each"),
     [
-        ({"replicas": 10}, (10, 1, 2)),
+        ({"student": 10}, (10, 1, 2)),
         ({"trainer": 1}, (1, 1, 1)),
         ({"trainer": 6}, (3, 1, 6)),
         ({"teacher t": 4}, (2, 4, 6)),
@@ -94,14 +94,14 @@ def test_set_threads_stay_and_the_others_share_what_is_left(
     fixed: dict[str, int], each: tuple[int, ...]
 ) -> None:
     """Up to where the slowest stage is as fast as it can be."""
-    work = {"replicas": 3.0, "teacher t": 1.0, "trainer": 8.0}
+    work = {"student": 3.0, "teacher t": 1.0, "trainer": 8.0}
     assert threads_each(work, dict.fromkeys(work, 1), 12, fixed) == dict(zip(work, each, strict=True))
 
 
 def test_what_a_thread_computes_in_no_time_has_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAST_WORK", 1.0)
     for seconds, count in ((0.9, 1), (2.0, 4)):
-        work = dict.fromkeys(("replicas", "trainer"), seconds)
+        work = dict.fromkeys(("student", "trainer"), seconds)
         assert threads_each(work, dict.fromkeys(work, 1), 8, {}) == dict.fromkeys(work, count)
 
 
