@@ -130,28 +130,29 @@ def find(folder: Path, ranks: Ranks) -> tuple[Path | None, list[str]]:
     """
     altered: dict[str, str] = {}
     while True:
-        body = msgspec.json.encode(_chosen(folder, altered) if ranks.rank == 0 else ("", "", ""))
-        name, line, refusal = json_decoder(tuple[str, str, str]).decode(ranks.broadcast(body))
+        name = line = refusal = ""
+        if ranks.rank == 0:
+            try:
+                choice = files.choose(folder, altered, digested=0)
+                name, line = choice.path.name if choice.path else "", choice.line
+            except DataError as error:
+                refusal = str(error)
+        body = ranks.broadcast(msgspec.json.encode((name, line, refusal)))
+        name, line, refusal = json_decoder(tuple[str, str, str]).decode(body)
         if refusal:
             raise DataError(refusal)
         if not name:
             return None, []
-        problems = ranks.collect((_problem(folder / name, ranks) or "").encode())
-        problem = next((text.decode() for text in problems if text), None)
-        if problem is None:
+        index, problem = files.index(folder / name)
+        if index is not None:
+            mine = {name: file for name, file in index.files.items() if _is_own(name, ranks)}
+            problem = files.altered(folder / name, mine)
+        problems = [text.decode() for text in ranks.collect((problem or "").encode()) if text]
+        if not problems:
             if line and ranks.rank == 0:
                 log.warning("%s", line)
             return folder / name, [line] if altered else []
-        altered[name] = problem
-
-
-def _chosen(folder: Path, altered: Mapping[str, str]) -> tuple[str, str, str]:
-    """Name of the chosen checkpoint (empty: none), what is said of the choice, and why there is none."""
-    try:
-        choice = files.choose(folder, altered, digested=0)
-    except DataError as error:
-        return "", "", str(error)
-    return choice.path.name if choice.path else "", choice.line, ""
+        altered[name] = problems[0]
 
 
 def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks, expert_parallel: int = 1) -> files.Index:
@@ -192,14 +193,6 @@ def _is_own(name: str, ranks: Ranks) -> bool:
     """Whether this rank digests a file: DeepSpeed's are numbered by rank, rank 0 takes all others."""
     number = _OF_RANK.search(name)
     return (int(number[1]) if number else 0) % ranks.world_size == ranks.rank
-
-
-def _problem(path: Path, ranks: Ranks) -> str | None:
-    """Why a checkpoint must not be used, as far as this rank looks at its files; None: its part is whole."""
-    index, problem = files.index(path)
-    if index is None:
-        return problem
-    return files.altered(path, {name: file for name, file in index.files.items() if _is_own(name, ranks)})
 
 
 # --- another number of ranks --------------------------------------------------------------------------------
@@ -263,31 +256,25 @@ def rebuild(
 
     `groups`: parameters of each flat group as this rank has them; `owners`: its optimizer group.
     """
-    optimizers = [shard["optimizer_state_dict"] for shard in shards]
     settings = [
         {**group, "params": [index for index, owner in enumerate(owners) if owner == number]}
-        for number, group in enumerate(optimizers[0]["param_groups"])
+        for number, group in enumerate(shards[0]["optimizer_state_dict"]["param_groups"])
     ]
     state, flat = {}, []
     for index, places in enumerate(groups):
-        masters = [
-            [shards[r]["fp32_flat_groups"][p.group] for r in _holders(p, shards, ranks)] for p in places
-        ]
-        old = [[optimizers[r]["state"][p.group] for r in _holders(p, shards, ranks)] for p in places]
+        # the old ranks that hold what this rank does of a parameter, in the order of its flat elements
+        holders = [(place.group, shards[ranks.rank % place.shared :: place.shared]) for place in places]
+        masters = [[shard["fp32_flat_groups"][group] for shard in old] for group, old in holders]
         flat.append(_joined(masters, places, ranks))
+        states = [[shard["optimizer_state_dict"]["state"][group] for shard in old] for group, old in holders]
         state[index] = {
-            name: _state([[values[name] for values in piece] for piece in old], places, masters, ranks)
-            for name in old[0][0]
+            name: _state([[values[name] for values in piece] for piece in states], places, masters, ranks)
+            for name in states[0][0]
         }
     optimizer = {"state": state, "param_groups": settings}
     # which ranks hold which experts, which DeepSpeed compares where it is stated
     rest = {name: value for name, value in shards[0].items() if name != "ds_zero_partition_groups"}
     return {**rest, "optimizer_state_dict": optimizer, "fp32_flat_groups": flat}
-
-
-def _holders(place: Place, shards: Sequence[Any], ranks: Ranks) -> range:
-    """The old ranks that hold what this rank holds of a parameter, in the order of its flat elements."""
-    return range(ranks.rank % place.shared, len(shards), place.shared)
 
 
 def _state(
@@ -307,23 +294,20 @@ def _state(
 
 
 def _joined(pieces: Sequence[Sequence[Tensor]], places: Sequence[Place], ranks: Ranks) -> Tensor:
-    """This rank's shards of a group, one behind the other; `pieces`: by parameter and old rank."""
+    """This rank's shards of a group, padded, one behind the other; `pieces`: the flat groups of the old ranks
+    that hold each parameter."""
     shards = []
-    for shard, place in zip(pieces, places, strict=True):
-        shards.append(cut(shard, place, ranks.rank // place.shared, ranks.world_size // place.shared))
+    for old_flat, place in zip(pieces, places, strict=True):
+        old = -(-place.numel // len(old_flat))
+        new = -(-place.numel // (ranks.world_size // place.shared))
+        shard, first = torch.zeros(new, dtype=old_flat[0].dtype), ranks.rank // place.shared * new
+        for owner, piece in enumerate(old_flat):
+            start, end = max(first, owner * old), min(first + new, (owner + 1) * old, place.numel)
+            if start < end:
+                inside = place.offset + start - owner * old
+                shard[start - first : end - first] = piece[inside : inside + end - start]
+        shards.append(shard)
     return torch.cat(shards)
-
-
-def cut(pieces: Sequence[Tensor], place: Place, rank: int, world_size: int) -> Tensor:
-    """Shard `rank` of `world_size` of a parameter, padded; `pieces`: its flat group on the old ranks."""
-    old, new = -(-place.numel // len(pieces)), -(-place.numel // world_size)
-    shard, first = torch.zeros(new, dtype=pieces[0].dtype), rank * new
-    for owner, piece in enumerate(pieces):
-        start, end = max(first, owner * old), min(first + new, (owner + 1) * old, place.numel)
-        if start < end:
-            inside = place.offset + start - owner * old
-            shard[start - first : end - first] = piece[inside : inside + end - start]
-    return shard
 
 
 def _read(folder: Path, rank: int, kind: str) -> dict[str, Any]:

@@ -150,3 +150,8 @@ class TrainerConfig(Settings):
     """Seed of new adapters."""
     heartbeat_seconds: float = Field(0.0, ge=0)
     """Time between two heartbeats of a rank; 0: none are sent."""
+
+    def keeps(self, step: int) -> bool:
+        """Whether the version of this step is the last, or the first to pass a multiple of `keep_every`."""
+        every, before = self.keep_every or 0, max(0, step - self.weights.publish_every)
+        return step >= self.steps or (every > 0 and step // every > before // every)

@@ -71,7 +71,7 @@ class ControllerClient:
         """What rank 0 does is in its own."""
         self.does(self.publishing() or "it has nothing to publish", "publisher")
         now = time.monotonic()
-        does = {who: (what, now - since) for who, (what, since) in self._does.items()}
+        does = {who: (what, now - since) for who, (what, since) in dict(self._does).items()}
         return wire.Heartbeat(version=version, rank=self._rank, does={} if self._rank else does)
 
     def beat(self, version: wire.Version, seconds: float) -> None:

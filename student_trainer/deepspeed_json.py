@@ -43,9 +43,8 @@ def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
     if problem := next(_problems(config, settings), None):
         raise ConfigError(f"{source}: {problem}")
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, **config}
-    params = config["optimizer"].get("params", {}) | {"lr": settings.lr}
-    config["optimizer"] = config["optimizer"] | {"params": params}
-    optimizer = config["optimizer"]["type"]
+    optimizer, params = config["optimizer"]["type"], config["optimizer"].setdefault("params", {})
+    params["lr"] = settings.lr
     problems = list(_ignored(_read_by_deepspeed(config, source)))  # first: its import is the silenced one
     known = _parameters(optimizer)
     for name in sorted(set(params) - known):

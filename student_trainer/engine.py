@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from student_trainer import checkpoint, parallelism
 from student_trainer.checkpoint_files import CHECKPOINTS, Index
-from student_trainer.config import LoRAConfig, TrainerConfig, TrainerSettings
+from student_trainer.config import LoRAConfig, TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.expert_layers import Originals, check_experts, originals
 from student_trainer.head import Loss, chunked_loss, token_logp
@@ -246,7 +246,8 @@ def plain(model: nn.Module) -> Any:
 
 
 def load(config: TrainerConfig, ranks: Ranks) -> tuple[Any, Student, Any]:
-    """The engine, the student under ZeRO-3 in it, its tokenizer. Collective."""
+    """The engine, the student under ZeRO-3 in it, experts shared as configured, its tokenizer. Collective."""
+    import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.utils import logging as transformers_logging
 
@@ -254,8 +255,7 @@ def load(config: TrainerConfig, ranks: Ranks) -> tuple[Any, Student, Any]:
     settings, source = config.trainer, config.student
     ds_config = deepspeed_config(settings)
     partitioning = HfDeepSpeedConfig(ds_config)
-    bf16 = in_bf16(ds_config)
-    model = _pretrained(config, torch.bfloat16 if bf16 else torch.float32)
+    model = _pretrained(config, torch.bfloat16 if in_bf16(ds_config) else torch.float32)
     tokenizer, text = load_tokenizer(source), plain(model).config.get_text_config()
     for problem in parallelism.problems(settings, text, ranks.world_size):
         raise ConfigError(problem)
@@ -271,25 +271,17 @@ def load(config: TrainerConfig, ranks: Ranks) -> tuple[Any, Student, Any]:
         )
     shape, varlen = head_shape(text, vocab, config.temperature), settings.packing == "varlen"
     student = Student(model, shape, settings.head_chunk, varlen, join(settings, ranks))
-    engine = _initialized(student, ds_config, settings, ranks)
-    engine.partitioning = partitioning  # transformers has only a weak reference
-    return engine, student, tokenizer
-
-
-def _initialized(student: Student, ds_config: dict[str, Any], settings: TrainerSettings, ranks: Ranks) -> Any:
-    """DeepSpeed's engine of the student, its experts shared as configured. Collective."""
-    import deepspeed
-
-    before: Originals = {}
-    if settings.expert_parallel > 1:
-        section = parallelism.section(settings, student.config.model_type)
+    before, size = Originals(), settings.expert_parallel
+    if size > 1:
+        section = parallelism.section(settings, text.model_type)
         before, ds_config = originals(student, section, ranks.rank), {**ds_config, "expert_parallel": section}
     trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=student, model_parameters=trained, config=ds_config)
+    engine.partitioning = partitioning  # transformers has only a weak reference
     if before:
-        gap, size = check_experts(before, student, engine, ranks), settings.expert_parallel
+        gap = check_experts(before, student, ranks)
         log.info("%d layers of experts are shared by %d ranks each, equal to %.1g", len(before), size, gap)
-    return engine
+    return engine, student, tokenizer
 
 
 def _pretrained(config: TrainerConfig, dtype: torch.dtype) -> Any:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -116,13 +116,11 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def gathered(parameter: Tensor) -> AbstractContextManager[Any]:
-    """The parameter whole on every rank that has a part of it, for reading."""
-    if not hasattr(parameter, "ds_tensor"):
-        return nullcontext()
+def gathered(*parameters: Tensor) -> AbstractContextManager[Any]:
+    """The parameters whole on every rank that has a part of them, for reading."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    return GatheredParameters([parameter])
+    return GatheredParameters(parameters)
 
 
 def assembled(shards: Iterable[tuple[Tensor, Part]], first_rank: bool) -> Tensor:
@@ -156,7 +154,6 @@ def originals(student: nn.Module, section: dict[str, Any], rank: int) -> Origina
     """
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     try:
         names = [spec.moe_module_name for spec in AutoEP(student, parse_autoep_config(section)).ep_parser()]
@@ -165,8 +162,7 @@ def originals(student: nn.Module, section: dict[str, Any], rank: int) -> Origina
     outputs: Originals = {}
     for name in names:
         layer = student.get_submodule(name)
-        weights = [weight for weight in layer.parameters() if hasattr(weight, "ds_id")]
-        with torch.no_grad(), GatheredParameters(weights):
+        with torch.no_grad(), gathered(*layer.parameters()):
             parameter = next(layer.parameters())
             outputs[name] = _tokens_TH(layer(_input(layer, parameter.dtype, parameter.device, rank)))
     return outputs
@@ -186,32 +182,21 @@ def _tokens_TH(output: Any) -> Tensor:
 
 
 @torch.no_grad()
-def check_experts(before: Originals, student: nn.Module, run: nn.Module, ranks: Ranks) -> float:
-    """Largest relative difference of any layer of any rank, as LIMITS counts it. Collective.
-
-    `run`: what to call in the student's place: the engine, whose hooks gather the weights. Raises ConfigError
-    on every rank for a difference that the precision does not explain, or a layer that was not replaced.
-    """
-    after: Originals = {}
-    hooks = []
-    for name in before:
+def check_experts(before: Originals, student: nn.Module, ranks: Ranks) -> float:
+    """Largest relative difference of any layer of any rank, as LIMITS counts it. Collective. Raises
+    ConfigError on every rank for a difference that the precision does not explain, or a layer that was not
+    replaced."""
+    dtype, gaps = next(student.parameters()).dtype, []
+    quantile, limit = LIMITS[dtype]
+    student.eval()
+    for name, original_TH in before.items():
         layer = student.get_submodule(name)
         if not getattr(layer, "_is_autoep_layer", False):
             raise ConfigError(f"trainer.expert_parallel: DeepSpeed's AutoEP left {name} as it was")
-        hooks += _watched(name, layer, after, ranks.rank)
-    tokens_RL = torch.zeros(1, TOKENS, dtype=torch.int64, device=ranks.device)
-    try:
-        run.eval()
-        run(tokens_RL, torch.arange(TOKENS, device=ranks.device))
-    finally:
-        run.train()
-        for hook in hooks:
-            hook.remove()
-    quantile, limit = LIMITS[next(student.parameters()).dtype]
-    gaps = []
-    for name, original_TH in before.items():
-        gap_T = (after[name] - original_TH).norm(dim=1) / original_TH.norm(dim=1).clamp(min=1e-30)
+        output_TH = _tokens_TH(layer(_input(layer, dtype, ranks.device, ranks.rank)))
+        gap_T = (output_TH - original_TH).norm(dim=1) / original_TH.norm(dim=1).clamp(min=1e-30)
         gaps.append(float(gap_T.quantile(quantile)))
+    student.train()
     highest_M = ranks.gather(torch.tensor(gaps)).nan_to_num(torch.inf).max(0).values
     gap, farthest = float(highest_M.max()), list(before)[int(highest_M.argmax())]
     if not gap <= limit:
@@ -221,16 +206,3 @@ def check_experts(before: Originals, student: nn.Module, run: nn.Module, ranks: 
             "experts or routers; set trainer.expert_parallel = 1"
         )
     return gap
-
-
-def _watched(name: str, layer: nn.Module, after: Originals, rank: int) -> list[Any]:
-    """Hooks that give the layer our tokens in place of its own and keep what it makes of them."""
-
-    def give(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden = arguments[0]
-        return (_input(module, hidden.dtype, hidden.device, rank), *arguments[1:])
-
-    def keep(_: nn.Module, __: Any, output: Any) -> None:
-        after[name] = _tokens_TH(output)
-
-    return [layer.register_forward_pre_hook(give), layer.register_forward_hook(keep)]

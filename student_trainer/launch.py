@@ -60,13 +60,7 @@ HOSTFILE: Final = "--hostfile"
 MEETING: Final = "--master_addr"
 """First argument of a launcher whose ranks meet those of other machines."""
 _ENVIRONMENT_FILE: Final = "DS_ENV_FILE"  # of the deepspeed launcher: variables for the ranks
-_INHERITED: Final = (
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_HUB_OFFLINE",
-    TOKEN_FILE_VARIABLE,
-    CODE_VARIABLE,
-)
+_INHERITED: Final = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", TOKEN_FILE_VARIABLE, CODE_VARIABLE)
 """Variables of this process that ranks on other machines need too."""
 _LOOK_SECONDS: Final = 0.3
 _PR_SET_PDEATHSIG: Final = 1

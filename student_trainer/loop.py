@@ -27,7 +27,7 @@ from student_trainer.controller_client import FINAL_REPORT_SECONDS, Answer, Cont
 from student_trainer.engine import Learner, after
 from student_trainer.launch import TITLE, catch_stop_signals
 from student_trainer.ledger import Ledger
-from student_trainer.objectives.config import needs, student_topk, teacher_temperature
+from student_trainer.objectives.config import needs, student_topk
 from student_trainer.ranks import Ranks, all_done, meeting_point
 from student_trainer.step import Stopwatch, in_loss, loss_of
 from student_trainer.teacher_scores import TeacherScores
@@ -94,9 +94,10 @@ def run(config: TrainerConfig) -> None:
     claim.run = welcome.run
     if config.heartbeat_seconds:
         client.beat(welcome.version, config.heartbeat_seconds)
+    want = needs(config.objective, config.temperature)
     client.scores = TeacherScores(
         welcome.teachers,
-        needs(config.objective, config.temperature),
+        want,
         student_topk(config.objective),
         learner.vocab,
         client.teacher,
@@ -104,13 +105,16 @@ def run(config: TrainerConfig) -> None:
         stopping,
     )
     client.expect(welcome.version)
-    heads = teacher_heads(config, client, welcome, learner)
+    heads: tuple[OutputHead, ...] = ()
+    if want.hidden:  # the objective reads whole distributions
+        answers = map(client.head, welcome.teachers)
+        heads = tuple(OutputHead.of(head, ranks.device, learner.vocab, want.temperature) for head in answers)
     loss = loss_of(config.objective, welcome.teachers, heads, learner.ends, lambda: learner.first_V)
     learner.begin(welcome, loss)
     publishing = Publishing(open_transport(config, learner, client, welcome))
     client.publishing = publishing.words
     publishing.publish(welcome.version, anchor=True)
-    publishing.settle()
+    settle(publishing, ranks)
     saved = catch_stop_signals(stopping, int(os.environ.get("LOCAL_SIZE", "1")))
     ledger = Ledger(config.run_dir / "ledger", welcome.version, welcome.parent, ranks.rank)
     trainer = Trainer(config, ranks, learner, client, publishing, ledger)
@@ -169,33 +173,25 @@ def join(config: TrainerConfig) -> Ranks:
     return Ranks(rank, world_size, device)
 
 
-def teacher_heads(
-    config: TrainerConfig, client: ControllerClient, welcome: TrainerWelcome, learner: Learner
-) -> tuple[OutputHead, ...]:
-    """Fetch the teachers' heads; none unless the objective reads whole distributions."""
-    if not needs(config.objective).hidden:
-        return ()
-    temperature = teacher_temperature(config.objective, config.temperature)
-    heads = map(client.head, welcome.teachers)
-    return tuple(OutputHead.of(head, learner.ranks.device, learner.vocab, temperature) for head in heads)
-
-
 def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
-    """The next batch, once every rank has its share of it, or None where all stop. Collective.
-
-    A rank that has its share keeps it while the others wait, or all publish what they hold once more: when a
-    replica lacks it, or when its publication failed, for then the batch may be waiting for it.
-    """
+    """The next batch, once every rank has its share of it, or None where all stop. Collective. A rank that
+    has its share keeps it while the others wait, or all publish what they hold once more: when a replica
+    lacks it, or when its publication failed, for then the batch may be waiting for it; rank 0 decides."""
     answer: Answer = Wait()
     while True:
         if isinstance(answer, Wait):
             answer = trainer.client.poll(trainer.version)
+        local, first = Outcome.WAIT, trainer.ranks.rank == 0
         if trainer.client.stopping.is_set():
             local = Outcome.INTERRUPTED
         elif isinstance(answer, wire.Stop):
             local = Outcome.STOP_AND_CHECKPOINT if answer.checkpoint else Outcome.STOP
-        else:
-            local = again(trainer, answer.publish) if isinstance(answer, Wait) else Outcome.BATCH
+        elif isinstance(answer, TrainBatch):
+            local = Outcome.BATCH
+        elif first and trainer.publishing.repeats(answer.publish):
+            local = Outcome.PUBLISH
+        elif first and answer.publish:  # too soon: the controller asks without a pause
+            time.sleep(_PAUSE_SECONDS)
         outcome = Outcome(int(trainer.ranks.highest(local)))
         if outcome is Outcome.BATCH:
             assert isinstance(answer, TrainBatch)
@@ -210,17 +206,6 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
         elif outcome is not Outcome.WAIT:
             log.info("stopping at %s: %s", trainer.version, outcome.name.lower().replace("_", " "))
             return outcome, None
-
-
-def again(trainer: Trainer, asked: bool) -> Outcome:
-    """Whether a rank that waits publishes once more, which rank 0 decides; `asked`: by the controller."""
-    if trainer.ranks.rank != 0:
-        return Outcome.WAIT
-    if trainer.publishing.repeats(asked):
-        return Outcome.PUBLISH
-    if asked:  # too soon: the controller asks without a pause
-        time.sleep(_PAUSE_SECONDS)
-    return Outcome.WAIT
 
 
 def record(trainer: Trainer, batch: TrainBatch) -> None:
@@ -245,21 +230,20 @@ def publish(trainer: Trainer, anchor: bool = False) -> None:
     trainer.client.does(
         f"it waits until {trainer.publishing.newest} is published, and copies {trainer.version}"
     )
-    due = settle(trainer)
+    due = settle(trainer.publishing, trainer.ranks)
     trainer.publishing.publish(trainer.version, anchor or due)
 
 
-def settle(trainer: Trainer) -> bool:
+def settle(publishing: Publishing, ranks: Ranks) -> bool:
     """Wait until nothing is on its way; whether the next version should be an anchor. Collective.
 
     Ranks vote every SETTLE_SECONDS while one waits for disk space, so that no collective times out.
     """
-    publishing = trainer.publishing
     while True:
         ready = float(publishing.anchor_due) if publishing.settle(SETTLE_SECONDS) else _UNSETTLED
-        if (vote := trainer.ranks.highest(ready)) != _UNSETTLED:
+        if (vote := ranks.highest(ready)) != _UNSETTLED:
             return bool(vote)
-        log.info("a version up to %s is still on its way", trainer.version)
+        log.info("%s is still on its way", publishing.newest)
 
 
 def checkpoint_due(trainer: Trainer) -> bool:
@@ -298,7 +282,7 @@ def finish(trainer: Trainer, outcome: Outcome) -> None:
     keep = trainer.config.keep_every is not None and trainer.version.step < trainer.config.steps
     if keep or trainer.publishing.newest != trainer.version:
         publish(trainer, anchor=keep)
-    settle(trainer)
+    settle(trainer.publishing, trainer.ranks)
     is_out = not trainer.ranks.highest(first and trainer.publishing.arrived != trainer.version)
     digests = learner.weights.digests()
     if outcome is not Outcome.INTERRUPTED:

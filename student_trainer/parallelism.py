@@ -1,13 +1,5 @@
-"""Whether rows can be packed, and ranks share experts or rows, as it is configured. No torch.
-
-With `trainer.expert_parallel` = n, DeepSpeed's AutoEP replaces every layer of experts: each of n ranks holds
-1/n of its experts, and they exchange the tokens instead of gathering all experts; the rest is as before
-(`student_trainer.expert_layers`).
-
-With `trainer.sequence_parallel` = n, n neighbouring ranks train on the same rows: each computes 1/n of every
-row's positions, and attention, the only layer that sees other positions, all of them for 1/n of the heads
-(`student_trainer.sequence_split`); `engine.check_rows` compares it with the plain model.
-"""
+"""Whether rows can be packed (`varlen`), ranks share rows (`sequence_split`) or experts (`expert_layers`)
+as it is configured. No torch: the preflight asks too."""
 
 from __future__ import annotations
 

@@ -188,18 +188,14 @@ def kept_rows(rows: Rows, teachers: Sequence[str]) -> Iterator[KeptRow]:
         return
     arrays = rows.prompt_lens, rows.completion_lens, rows.teacher
     sizes = zip(*(wire.unpack(array).tolist() for array in arrays), strict=True)
-    token = 0
+    tokens, token = wire.unpack(rows.tokens), 0
     for row, (before, count, teacher) in enumerate(sizes):
         kept, seen = rows.kept[row], rows.teacher_prompts[row]
         assert kept is not None, "the controller sends references"
-        prompt = seen or _part(rows.tokens, token, before)
-        completion = _part(rows.tokens, token + before, count)
+        prompt = seen or wire.pack(tokens[token : token + before])
         token += before + count
+        completion = wire.pack(tokens[token - count : token])
         yield KeptRow(teachers[teacher], kept, ScoreSequence.of(rows.ids[row], prompt, completion))
-
-
-def _part(tokens: wire.Array, start: int, count: int) -> wire.Array:
-    return wire.Array("i4", (count,), tokens.data[4 * start : 4 * (start + count)])
 
 
 def with_scores(rows: Rows, scores: Sequence[Sequence[Scored]]) -> Rows:

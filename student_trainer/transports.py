@@ -28,7 +28,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -146,7 +145,7 @@ def open_transport(
 ) -> Transport:
     """The configured way for new versions: by the store, or by broadcasts, beside which some go there too."""
     settings, ranks, weights = config.weights, learner.ranks, learner.weights
-    broadcasts, keeping = settings.transport == "broadcast", None
+    broadcasts, kept = settings.transport == "broadcast", None
     if not broadcasts or config.keep_every is not None:
         store = open_store(settings.store, config.run_dir / "store")
         publisher = Publisher(
@@ -159,15 +158,14 @@ def open_transport(
             anchors_only=weights.adapters or broadcasts,
         )
         scratch, collect = config.run_dir / "anchors", partial(gc, store, config.run, settings.keep_anchors)
-        snapshots = SnapshotTransport(publisher, learner, client, scratch, welcome.parent, collect)
-        if not broadcasts or config.keep_every is None:
-            return snapshots.stage
-        keeping = Keeping(snapshots, config.keep_every, settings.publish_every, config.steps)
+        kept = SnapshotTransport(publisher, learner, client, scratch, welcome.parent, collect).stage
+        if not broadcasts:
+            return kept
     sender = None
     if ranks.rank == 0:
         host, token = own_address(config.controller_url), token_from_environment()
         sender = BroadcastSender(host, settings.timeout_seconds, ranks.device, token)
-    return BroadcastTransport(sender, learner, client, keeping).stage
+    return BroadcastTransport(sender, learner, client, kept, config.keeps).stage
 
 
 class SnapshotTransport:
@@ -230,22 +228,6 @@ class SnapshotTransport:
             log.warning("the store was not collected: %s", error)
 
 
-@dataclass(frozen=True)
-class Keeping:
-    """Versions that go to the store beside broadcasts, as anchors."""
-
-    transport: SnapshotTransport
-    every: int
-    """Steps between two; 0: none but the first and the last."""
-    publish_every: int
-    steps: int
-
-    def due(self, step: int) -> bool:
-        """Whether the version of this step is the last, or the first to pass a multiple of `every`."""
-        before = max(0, step - self.publish_every)
-        return step >= self.steps or (self.every > 0 and step // self.every > before // self.every)
-
-
 class BroadcastTransport:
     """Straight to the replicas: copies of the ranks' shards, gathered bucket by bucket while rank 0 sends.
 
@@ -259,26 +241,22 @@ class BroadcastTransport:
         sender: BroadcastSender | None,
         learner: Learner,
         client: ControllerClient,
-        keeping: Keeping | None = None,
+        keep: Transport | None = None,
+        keeps: Callable[[int], bool] = bool,
     ) -> None:
-        """`sender` is None but on rank 0, `keeping` where nothing goes to a store. Collective.
-
-        Once the client is stopping, nothing is retried.
-        """
+        """`sender`: None but on rank 0; `keep`: to the store, None where nothing goes there, `keeps`: whether
+        the version of a step does. Collective. Once the client is stopping, nothing is retried."""
         self._sender, self._learner, self._client = sender, learner, client
-        self._keeping = keeping
+        self._keep, self._keeps = keep, keeps
         self._kept: Version | None = None  # the newest version that went to the store, or failed there
         weights = learner.weights
         self._gathering = Gathering(learner.ranks, weights.slices, adapter_config=weights.adapter_config)
 
     def stage(self, version: Version, anchor: bool) -> Work:
         """A `Transport`."""
-        shards, keeping = self._learner.weights.snapshot(), self._keeping
-        keep: Work | None = None
-        new = version != self._kept
-        if keeping is not None and (anchor or (new and keeping.due(version.step))):
-            keep = keeping.transport.stage(version, anchor=True)
-            self._kept = version
+        shards, keep = self._learner.weights.snapshot(), None
+        if self._keep and (anchor or (version != self._kept and self._keeps(version.step))):
+            keep, self._kept = self._keep(version, True), version
 
         def work() -> bool:
             try:

@@ -84,29 +84,24 @@ class PackedRows:
 @torch.inference_mode(False)
 def groups_of(lengths: tuple[int, ...], device: torch.device) -> Groups:
     """Of rows that lie end to end; those of the newest micro-batch are kept, for all layers."""
-    begins = np.cumsum((0, *lengths))
-    sizes, sources, home_S, at = [], list[np.ndarray](), np.empty(begins[-1], np.int64), 0
-    for length, rows in _together(lengths):
-        sizes.append((len(rows), length))
-        for row in rows:
-            row_length = lengths[row]
-            sources.append(begins[row] + np.arange(length).clip(max=row_length - 1))
-            home_S[begins[row] : begins[row + 1]] = at + np.arange(row_length)
-            at += length
-    places = (torch.from_numpy(each).to(device) for each in (np.concatenate(sources), home_S))
-    return Groups(sizes, *places)
-
-
-def _together(lengths: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:
-    """(length, rows) of each group; a row by itself keeps its own length."""
 
     def stretched(row: int) -> int:
         return -(-lengths[row] // STRETCH) * STRETCH
 
+    groups: list[list[int]] = []
     for length, same in groupby(sorted(range(len(lengths)), key=stretched), stretched):
         rows, at_once = list(same), max(1, TOGETHER // length**2)
-        for some in (rows[i : i + at_once] for i in range(0, len(rows), at_once)):
-            yield max(lengths[row] for row in some), some
+        groups += [rows[i : i + at_once] for i in range(0, len(rows), at_once)]
+    begins = np.cumsum((0, *lengths))
+    sizes, sources, home_S, at = [], list[np.ndarray](), np.empty(begins[-1], np.int64), 0
+    for rows in groups:
+        sizes.append((len(rows), longest := max(lengths[row] for row in rows)))
+        for row in rows:
+            sources.append(begins[row] + np.arange(longest).clip(max=lengths[row] - 1))
+            home_S[begins[row] : begins[row + 1]] = at + np.arange(lengths[row])
+            at += longest
+    places = (torch.from_numpy(each).to(device) for each in (np.concatenate(sources), home_S))
+    return Groups(sizes, *places)
 
 
 @contextmanager

@@ -47,9 +47,14 @@ class Weights:
         self._model, self._ranks = model, ranks
         self.adapters = hasattr(model, "peft_config")
         """Only adapters are trained and published, named as peft names them in its folder."""
-        self.parameters: dict[str, Tensor] = {**trained_parameters(model)}
-        if not self.adapters:
-            self.parameters |= fixed_tensors(model)
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+        """By checkpoint name, a tied one once; of an adapter the trained ones, without its own name."""
+        if self.adapters:
+            trained = ((name, p) for name, p in self.parameters.items() if p.requires_grad)
+            self.parameters = {name.replace(_ADAPTER, "."): p for name, p in trained}
+        else:  # and what no gradient reaches: the correction of scores in DeepSeek-V3's routers
+            saved, buffers = model.state_dict().keys(), model.named_buffers()
+            self.parameters |= {name: b for name, b in buffers if name in saved and b.is_floating_point()}
         wrong = {name: p.dtype for name, p in self.parameters.items() if p.dtype not in DTYPES}
         if wrong:
             raise ConfigError(f"{wrong} cannot be published: train in bf16 or fp32")
@@ -145,26 +150,6 @@ class Weights:
             let_others_read(folder)
 
         all_done(self._ranks, str(folder), write if self._ranks.rank == 0 else lambda: None)
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter by its checkpoint name, a tied one once; of an adapter (peft) the trained ones alone,
-    by their names in its folder, where the adapter's own name is left out."""
-    named = model.named_parameters()
-    if not hasattr(model, "peft_config"):
-        return dict(named)
-    return {name.replace(_ADAPTER, "."): parameter for name, parameter in named if parameter.requires_grad}
-
-
-def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors of the checkpoint that no gradient reaches, whole on every rank: persistent buffers, such as
-    the correction of scores in DeepSeek-V3's routers."""
-    return {
-        f"{prefix}.{name}".removeprefix("."): buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set and buffer.is_floating_point()
-    }
 
 
 def copy_of(flat: Tensor) -> Bits:

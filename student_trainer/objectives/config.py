@@ -219,10 +219,7 @@ def _typed(table: Any) -> Any:
     return typed(get_args(_Objectives), {"type": "auto", **table}) if isinstance(table, dict) else table
 
 
-ObjectiveConfig = Annotated[
-    Annotated[_Objectives, Field(discriminator="type")],
-    BeforeValidator(_typed),
-]
+ObjectiveConfig = Annotated[_Objectives, Field(discriminator="type"), BeforeValidator(_typed)]
 """A table without `type` is `Auto`."""
 
 

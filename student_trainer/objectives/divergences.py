@@ -552,11 +552,10 @@ class Discount:
         """γ·min(ρ, c) of every token, which its d and all behind it are multiplied by; 0 where ρ is dropped,
         and for tokens of the teacher, which have no ρ."""
         weight_N = weight(ratio(logp_N, targets.behavior_logp_N), self.rho_cap, self.drop_rho_outside)
+        factor_N = self.gamma * weight_N
         if targets.goes_on_N is not None:
-            weight_N = torch.where(targets.goes_on_N, weight_N, self.gamma * weight_N)
-        else:
-            weight_N = self.gamma * weight_N
-        return torch.where(own(targets), weight_N, 0.0)
+            factor_N = torch.where(targets.goes_on_N, weight_N, factor_N)
+        return torch.where(own(targets), factor_N, 0.0)
 
 
 def future_credit(d_N: Tensor, factor_N: Tensor, row_N: Tensor) -> Tensor:

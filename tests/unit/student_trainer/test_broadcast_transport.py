@@ -17,9 +17,10 @@ from ports import refusing, silent
 from trainer_fakes import RecordedClient, RecordedLearner
 
 from student_trainer import controller_client as module
+from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import ControllerClient
 from student_trainer.ranks import Ranks
-from student_trainer.transports import BroadcastTransport, Gathering, Keeping, Publishing, metas_of
+from student_trainer.transports import BroadcastTransport, Gathering, Publishing, metas_of
 from student_trainer.weights import DTYPES, copy_of
 from sync.base.errors import ConfigError, SnapshotError, StoreError, Unreachable
 from sync.weights.broadcast import BroadcastSender, Receiver, Reception
@@ -74,13 +75,13 @@ Started = Callable[..., tuple[Publishing, Listeners]]
 
 @pytest.fixture
 def started(sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
-    """started(dead=, adapter_config=, keeping=): broadcasts without pauses, and their listeners."""
+    """started(dead=, adapter_config=, keep=): broadcasts without pauses, and their listeners."""
     monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
     with closing(Receiver(3600.0)) as receiver:
 
-        def make(dead: int = 0, adapter_config: str | None = None, keeping: Keeping | None = None) -> Any:
+        def make(dead: int = 0, adapter_config: str | None = None, keep: Any = (None,)) -> Any:
             listeners = Listeners(receiver, dead)
-            transport = BroadcastTransport(sender, TwoTensors(adapter_config), listeners, keeping)
+            transport = BroadcastTransport(sender, TwoTensors(adapter_config), listeners, *keep)
             return Publishing(transport.stage), listeners
 
         yield make
@@ -138,6 +139,13 @@ class Kept:
         return work
 
 
+def keeping(store: Kept, every: int = 0, publish_every: int = 1) -> tuple[Any, Any]:
+    """Of a run of seven steps: how versions go to `store`, and which."""
+    run = {"run": "r", "run_dir": "r", "controller_url": "http://c", "student": {"path": "s"}, "steps": 7}
+    more = {"trainer": {"deepspeed": "ds.json"}, "weights": {"publish_every": publish_every}}
+    return store.stage, TrainerConfig.model_validate({**run, **more, "keep_every": every}).keeps
+
+
 @pytest.mark.parametrize(
     ("every", "publish_every", "kept"),
     [(3, 1, [0, 3, 6, 7]), (3, 2, [0, 4, 6, 7]), (0, 1, [0, 7]), (1, 2, [0, 2, 4, 6, 7])],
@@ -147,7 +155,7 @@ def test_versions_to_evaluate_go_to_the_store_too(
 ) -> None:
     """The first, the last, and the first to pass a multiple, each once, also where it is broadcast again."""
     store = Kept()
-    publishing, _ = started(keeping=Keeping(store, every, publish_every, 7))
+    publishing, _ = started(keep=keeping(store, every, publish_every))
     settled(publishing, Version(0, 0))
     for step in [*range(publish_every, 8, publish_every), 7]:
         for _ in range(2):
@@ -157,14 +165,14 @@ def test_versions_to_evaluate_go_to_the_store_too(
 
 def test_a_version_that_no_replica_receives_goes_to_the_store_all_the_same(started: Started) -> None:
     store = Kept()
-    publishing, _ = started(dead=4, keeping=Keeping(store, 0, 1, 7))
+    publishing, _ = started(dead=4, keep=keeping(store))
     settled(publishing, VERSION)
     assert (store.published, publishing.arrived, publishing.anchor_due) == ([3], None, True)
 
 
 def test_a_version_that_the_store_did_not_take_goes_there_when_broadcast_again(started: Started) -> None:
     store = Kept(failures=1)
-    publishing, _ = started(keeping=Keeping(store, 0, 1, 7))
+    publishing, _ = started(keep=keeping(store))
     settled(publishing, Version(0, 0))
     for step in (0, 1):  # the first is broadcast again
         settled(publishing, Version(0, step))

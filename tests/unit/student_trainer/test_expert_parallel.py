@@ -74,7 +74,7 @@ def test_a_replaced_layer_that_differs_in_one_thing_is_found(what: str) -> None:
     elif what == "an expert":
         layer.experts.w3.data[5] *= 1 + 1e-3
     with pytest.raises(ConfigError, match=why):
-        check_experts(before, student, student, ALONE)
+        check_experts(before, student, ALONE)
 
 
 def test_bf16_has_a_limit_that_rounding_keeps_and_another_function_does_not() -> None:
@@ -83,11 +83,11 @@ def test_bf16_has_a_limit_that_rounding_keeps_and_another_function_does_not() ->
     student.model.set_experts_implementation("eager")
     before = originals(student, section_of(student) | {"use_grouped_mm": False}, 0)
     replace_layers(student, section_of(student) | {"use_grouped_mm": False})
-    assert check_experts(before, student, student, ALONE) < limit / 5
+    assert check_experts(before, student, ALONE) < limit / 5
     for layer in autoep_layers(student):
         layer.router.route_norm = False
     with pytest.raises(ConfigError, match=f"limit {limit:g}"):
-        check_experts(before, student, student, ALONE)
+        check_experts(before, student, ALONE)
 
 
 def test_a_checkpoint_tensor_with_gate_and_up_of_an_expert_is_no_range_of_either() -> None:
@@ -163,7 +163,7 @@ def test_replaced_layers_compute_what_the_original_ones_do_replayed_or_not(
     own_SMK, before = live_routes(plain), originals(student, section_of(student), 0)
     assert len(before) == own_SMK.shape[1]
     replace_layers(student, section_of(student))
-    assert check_experts(before, student, student, ALONE) < 1e-6
+    assert check_experts(before, student, ALONE) < 1e-6
     model = student.model
     routed = routers(model)
     assert [(one.num_experts, one.top_k) for one in routed.values()] == [(EXPERTS, CHOSEN)] * own_SMK.shape[1]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plain_step import flat_rows
+from plain_step import by_two_ranks, flat_rows
 from trainer_fakes import ALONE, RecordedClient, RecordedLearner
 from waiting import until
 
@@ -20,7 +20,7 @@ from student_trainer.__main__ import _exit_code as exit_code
 from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import ControllerClient
 from student_trainer.ledger import Ledger, read
-from student_trainer.loop import Outcome, Trainer, checkpoint, checkpoint_due, finish, train
+from student_trainer.loop import Outcome, Trainer, checkpoint, checkpoint_due, finish, run, train
 from student_trainer.ranks import Ranks
 from student_trainer.transports import Publishing, SnapshotTransport, Work
 from sync import wire
@@ -451,6 +451,42 @@ def test_a_trainer_that_waits_publishes_again_what_failed(
         assert train(story.trainer) is Outcome.STOP
         publishing.settle()
     assert publisher.done == published
+
+
+def test_no_rank_goes_on_while_the_first_version_waits_for_disk_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait in the next collective, which has a limit; the others vote meanwhile."""
+    votes, gone_on, here, highest = [], [], threading.local(), Ranks.highest
+    run_id = wire.RunIdentity("r", "aa")
+    welcome = wire.TrainerWelcome(version=Version(0, 0), parent=None, teachers=[], run=run_id)
+    learner, client = RecordedLearner(), RecordedClient()
+    vars(learner).update(hello=None, vocab=9, ends=(), begin=lambda *_: None)
+    vars(client).update(hello=lambda *_: welcome, teacher=None, head=None)
+
+    def publish() -> bool:
+        until(lambda: len(votes) > 5 or gone_on)
+        return False
+
+    def caught(*_: Any) -> None:
+        gone_on.append(len(votes))
+        raise DataError("far enough")
+
+    def started(one: Ranks) -> None:
+        here.ranks = one
+        with pytest.raises(DataError, match="far enough"):
+            run(Story(tmp_path / str(one.rank)).trainer.config)
+
+    def transport(*_: Any) -> Any:
+        return lambda version, anchor: publish if here.ranks.rank == 0 else lambda: False
+
+    fakes = {"join": lambda _: here.ranks, "Learner": lambda *_: learner, "open_transport": transport}
+    fakes |= {"ControllerClient": lambda *_: client, "catch_stop_signals": caught, "SETTLE_SECONDS": 0.01}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(f"student_trainer.loop.{name}", fake)
+    monkeypatch.setattr(Ranks, "highest", lambda *given: votes.append(1) or highest(*given))
+    by_two_ranks(started)
+    assert min(gone_on) > 5
 
 
 def test_a_version_is_published_again_once_it_is_over_and_without_a_pause_after_a_success() -> None:
