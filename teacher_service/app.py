@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sync.base.errors import STATUSES, DistillError, Overloaded, TooLarge, Unreachable, WireError
+from sync.base.errors import DistillError
 from sync.wire import (
     CONTENT_TYPE,
     Ok,
@@ -41,7 +41,7 @@ from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Engine
 from teacher_service.kept import PART_BYTES, KeptScores
 from teacher_service.limits import Limits
-from teacher_service.messages import BadRequest, Call, ToKeep
+from teacher_service.messages import BadRequest, Call
 
 log = logging.getLogger(__name__)
 GIB: Final = 1 << 30
@@ -65,16 +65,15 @@ class TeacherService:
     ) -> None:
         """`end_ids`: of the model, besides the engine's own. `claim`: of a teacher that follows a run."""
         self.info, self.metrics = info, Metrics()
-        self._engine, self._queue_tokens = engine, limits.queue_tokens
+        self._engine = engine
         dtype: messages.HalfOrSingle = "f2" if config.wire_dtype == "float16" else "f4"
-        score = partial(
-            messages.read_score, info=engine.engine_info, dtype=dtype, limit_bytes=limits.reply_bytes
-        )
-        generate = partial(messages.read_generate, info=engine.engine_info, end_ids={*end_ids})
         self._batcher = Batcher(engine, config.batch_tokens, limits.queue_tokens, self.metrics)
         self._bodies = BodyLimit(limits.body_bytes, limits.bodies_bytes)
         memory, disk = (int(gib * GIB) for gib in (config.keep_memory_gib, config.keep_disk_gib))
         self._kept = KeptScores(config.keep_folder, memory, disk, self.metrics.registry)
+        facts, limit, keep = engine.engine_info, limits.reply_bytes, self._kept.put
+        score = partial(messages.read_score, info=facts, dtype=dtype, limit_bytes=limit, keep=keep)
+        generate = partial(messages.read_generate, info=facts, end_ids={*end_ids})
         routes = [
             Route("/v1/score", self._counted(partial(self._answer, score)), methods=["POST"]),
             Route("/v1/generate", self._counted(partial(self._answer, generate)), methods=["POST"]),
@@ -105,11 +104,7 @@ class TeacherService:
             started = time.monotonic()
             try:
                 response = await handler(request)
-            except BadRequest as error:
-                response = refuse(error.status, str(error))
-            except Unreachable as error:
-                response = refuse(STATUSES[Unreachable], f"this teacher cannot compute now: {error}")
-            except (WireError, TooLarge, Overloaded) as error:  # another is a fault of ours, or the engine's
+            except DistillError as error:
                 response = refusal(error)
             self.metrics.requests.labels(response.status_code).inc()
             self.metrics.latency.observe(time.monotonic() - started)
@@ -121,13 +116,12 @@ class TeacherService:
         async with self._bodies.read(request) as body:
             call = await asyncio.to_thread(read, body)  # it may be long, and others are answered meanwhile
             work = [item for item in call.admitted if isinstance(item, Work)]
-            if (tokens := sum(item.tokens for item in work)) > self._queue_tokens and len(work) > 1:
-                raise TooLarge(
-                    f"{tokens} tokens pass queue_tokens = {self._queue_tokens}: send fewer at once"
-                )
             with self._batcher.submit(work) as outcomes:
-                answers = await _all(outcomes, request, call.deadline)
-                return await asyncio.to_thread(self._reply, call, answers)
+                answers = asyncio.gather(*outcomes)
+                if why := await _given_up(answers, request, call.deadline):
+                    text = f"the request was dropped because {why}: allow more time or send less"
+                    return refuse(408, text)
+                return await asyncio.to_thread(self._reply, call, answers.result())
 
     def _reply(self, call: Call, outcomes: Sequence[Outcome]) -> Response:
         """A result for each id, from the outcomes of its work. Raises what the engine met with all of it."""
@@ -143,8 +137,6 @@ class TeacherService:
             elif isinstance(result := call.result(id_, admitted.item, outcome), Problem):
                 log.error("the engine's answer for %s cannot be used: %s", id_, result)
                 results.append(ScoreRefused(id_, f"the engine's answer: {result}", unusable=True))
-            elif isinstance(result, ToKeep):
-                results.append(Scored(id_, result.logprob, kept=self._kept.put(result.frames)))
             else:
                 results.append(result)
         self.metrics.refused.inc(sum(isinstance(result, ScoreRefused) for result in results))
@@ -153,7 +145,7 @@ class TeacherService:
     async def get_scores(self, request: Request) -> Response:
         body = await asyncio.to_thread(self._kept.open, request.path_params["key"])
         if body is None:
-            raise BadRequest(404, "these scores are released, evicted, or of an earlier start: score again")
+            return refuse(404, "these scores are released, evicted, or of an earlier start: score again")
         if body.size <= PART_BYTES:  # a response in parts costs 0.4 ms more
             return Response(await asyncio.to_thread(b"".join, body.parts), media_type=CONTENT_TYPE)
         length = {"content-length": str(body.size)}
@@ -171,7 +163,7 @@ class TeacherService:
         def head_reply() -> Response:  # a head of gigabytes is encoded there too
             if (head := self._engine.head()) is None:
                 raise BadRequest(
-                    422, f'engine {self.info.engine!r} gives no output head: use engine = "transformers"'
+                    f'engine {self.info.engine!r} gives no output head: use engine = "transformers"'
                 )
             return reply(head)
 
@@ -185,19 +177,17 @@ class TeacherService:
         )
 
 
-async def _all(
-    outcomes: Sequence[asyncio.Future[Outcome]], request: Request, deadline: float | None
-) -> list[Outcome]:
-    """Every outcome. Raises BadRequest (408) when the caller gives up first."""
-    finished: asyncio.Future[list[Outcome]] = asyncio.gather(*outcomes)
+async def _given_up(
+    answers: asyncio.Future[list[Outcome]], request: Request, deadline: float | None
+) -> str | None:
+    """Why the caller gave up before all `answers` were there, which are then cancelled; None: they are."""
     # the body is read: only a disconnect can come
     left: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
     try:
-        await asyncio.wait({finished, left}, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
-        if not finished.done():
-            why = "its caller left" if left.done() else f"its deadline of {deadline} s passed"
-            raise BadRequest(408, f"the request was dropped because {why}: allow more time or send less")
-        return finished.result()
+        await asyncio.wait({answers, left}, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
+        if answers.done():
+            return None
+        return "its caller left" if left.done() else f"its deadline of {deadline} s passed"
     finally:
-        finished.cancel()
+        answers.cancel()
         left.cancel()

@@ -18,7 +18,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,8 +49,6 @@ Outcome = EngineScores | EngineCompletion | str | Unreachable | TooLarge
 """What one item or prompt gets; str: why it has none, Unreachable: the server that computes is gone,
 TooLarge: the engine failed on it together with others of its request."""
 A = TypeVar("A")
-Run = Callable[[Sequence["_Queued"]], Awaitable[Sequence[Outcome]]]
-"""Outcomes of a batch."""
 
 
 class Metrics:
@@ -120,10 +118,8 @@ class Batcher:
 
     def start(self) -> None:
         """Begin to compute; needs a running event loop."""
-        serving = []
-        for _ in range(self._concurrency):
-            serving += [self._serve(Item, self._score), self._serve(EnginePrompt, self._generate)]
-        self._tasks = [asyncio.create_task(coroutine) for coroutine in serving]
+        kinds = [Item, EnginePrompt] * self._concurrency
+        self._tasks = [asyncio.create_task(self._serve(kind)) for kind in kinds]
 
     @property
     def healthy(self) -> bool:
@@ -148,10 +144,6 @@ class Batcher:
             began = time.monotonic()
             try:
                 return function()
-            except StopIteration as error:  # no future takes it
-                raise DataError(
-                    "the engine's generator ended without completions: yield them last"
-                ) from error
             finally:
                 self._metrics.busy.inc(time.monotonic() - began)
 
@@ -166,11 +158,13 @@ class Batcher:
 
         Its tokens count against `queue_tokens` until the end of the context, so that neither queued sequences
         nor answers that are not yet sent can grow beyond the bound. Raises Overloaded when there is no room,
-        EngineEnded when nothing will be computed any more.
+        TooLarge when several have none by themselves, EngineEnded when nothing will be computed any more.
         """
         if self._ended is not None:
             raise self._ended
         tokens = sum(item.tokens for item in work)
+        if tokens > self._queue_tokens and len(work) > 1:
+            raise TooLarge(f"{tokens} tokens pass queue_tokens = {self._queue_tokens}: send fewer at once")
         if self._waiting_tokens and self._waiting_tokens + tokens > self._queue_tokens:
             raise Overloaded(
                 f"{self._waiting_tokens} tokens wait and {tokens} more would pass queue_tokens = "
@@ -211,34 +205,33 @@ class Batcher:
             del self._waiting[queued]
         return batch
 
-    async def _serve(self, kind: type[Item | EnginePrompt], run: Run) -> None:
+    async def _serve(self, kind: type[Item | EnginePrompt]) -> None:
         """Compute batch after batch."""
         while True:
             batch = await self._take(kind)
-            for queued, outcome in zip(batch, await self._outcomes(batch, run), strict=True):
+            for queued, outcome in zip(batch, await self._outcomes(batch), strict=True):
                 if not queued.outcome.done():
                     queued.outcome.set_result(outcome)
 
-    async def _outcomes(self, batch: Sequence[_Queued], run: Run) -> Sequence[Outcome]:
+    async def _outcomes(self, batch: Sequence[_Queued]) -> Sequence[Outcome]:
         """One per item. Requests of a batch that fails are computed one by one: none costs another."""
+        scored = isinstance(batch[0].work.item, Item)
         try:
-            return await run(batch)
+            return await (self._score(batch) if scored else self._generate(batch))
         except Unreachable as error:
             self._ended = error if isinstance(error, base.EngineEnded) else self._ended
             return [error] * len(batch)
         except Exception as error:
             requests = [[*part] for _, part in itertools.groupby(batch, lambda queued: queued.request)]
             if len(requests) > 1:
-                return [outcome for part in requests for outcome in await self._outcomes(part, run)]
-            what = "sequence" if isinstance(batch[0].work.item, Item) else "prompt"
+                return [outcome for part in requests for outcome in await self._outcomes(part)]
+            what, count = "sequence" if scored else "prompt", len(batch)
             tokens = sum(queued.work.tokens for queued in batch)
-            log.error("%d of %d tokens (%s) failed", len(batch), tokens, what, exc_info=error)
+            log.error("%d of %d tokens (%s) failed", count, tokens, what, exc_info=error)
             cause = f"{type(error).__name__}: {error}"
-            if len(batch) == 1:
+            if count == 1:
                 return [f"the engine failed on this {what}: {cause}"]
-            return [
-                TooLarge(f"the engine failed on {len(batch)} {what}s: send fewer at once: {cause}")
-            ] * len(batch)
+            return [TooLarge(f"the engine failed on {count} {what}s: send fewer at once: {cause}")] * count
 
     async def _score(self, batch: Sequence[_Queued]) -> list[EngineScores]:
         items: list[Any] = [queued.work.item for queued in batch]
@@ -264,9 +257,10 @@ class Batcher:
         def generated() -> list[EngineCompletion] | None:
             """The completions if generation finished in this slice, else None."""
             end = time.monotonic() + SLICE_SECONDS
-            while (completions := next(steps)) is None and time.monotonic() < end:
-                pass
-            return completions
+            for completions in steps:
+                if completions is not None or time.monotonic() >= end:
+                    return completions
+            raise DataError("the engine's generator ended without completions: yield them last")
 
         while not all(entry.outcome.done() for entry in batch):
             if (completions := await self.in_engine_thread(generated)) is None:

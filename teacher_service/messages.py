@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -35,20 +36,9 @@ _BLOCK_BYTES: Final = 4096
 
 
 class BadRequest(RemoteError):
-    """A request that is refused as a whole, with the HTTP status of the refusal."""
+    """A request that is refused as a whole, whatever the engine has to do."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class ToKeep(NamedTuple):
-    """The scores of one sequence, in the form in which they are kept."""
-
-    logprob: Array
-    """f4 [T]: what is answered"""
-    frames: list[bytes]
-    """See `wire.Kept`; FRAME_BYTES each, about."""
+    status = 422
 
 
 class Call(NamedTuple):
@@ -58,27 +48,31 @@ class Call(NamedTuple):
     admitted: list[Work | str]
     """What to compute for each id, or why nothing is."""
     deadline: float | None
-    result: Callable[[str, Any, Any], Scored | ToKeep | TeacherCompletion | Problem]
+    result: Callable[[str, Any, Any], Scored | TeacherCompletion | Problem]
     """(id, item or prompt, the engine's outcome) → the result."""
     reply: type[wire.ScoreReply] | type[wire.TeacherGenerateReply]
 
 
-def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle, limit_bytes: int) -> Call:
-    """A ScoreRequest; its answer to several sequences has at most `limit_bytes`.
-
-    Raises WireError, TooLarge or BadRequest.
-    """
+def read_score(
+    body: bytes,
+    info: EngineInfo,
+    dtype: HalfOrSingle,
+    limit_bytes: int,
+    keep: Callable[[list[bytes]], wire.Kept] | None = None,
+) -> Call:
+    """A ScoreRequest; its answer to several sequences has at most `limit_bytes`. `keep`: keeps a body, in
+    parts, where that is asked for. Raises WireError, TooLarge or BadRequest."""
     message = wire.decode(body, wire.ScoreRequest)
     check_score(message, info)
-    want, plain = message.want, replace(message.want, keep=False)
+    want = message.want
     items = [admit(sequence, want, info) for sequence in message.sequences]
     check_reply_size([item for item in items if isinstance(item, Item)], want, info, limit_bytes)
-    checked = to_keep if want.keep else checked_scores
+    result = partial(checked_scores, want=replace(want, keep=False), info=info, dtype=dtype)
     return Call(
         [sequence.id for sequence in message.sequences],
         [item if isinstance(item, str) else Work(item, score_options(item, want, info)) for item in items],
         message.deadline,
-        lambda id_, item, scores: checked(id_, item, scores, plain, info, dtype),
+        partial(kept_scores, result, keep) if want.keep and keep else result,
         wire.ScoreReply,
     )
 
@@ -86,19 +80,16 @@ def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle, limit_bytes: 
 def read_generate(body: bytes, info: EngineInfo, end_ids: set[int]) -> Call:
     """A TeacherGenerateRequest; `end_ids` end a completion, besides those that the engine has itself.
 
-    Raises WireError, or BadRequest (422) for what no prompt of the request could be completed with.
+    Raises WireError, or BadRequest for what no prompt of the request could be completed with.
     """
     message = wire.decode(body, wire.TeacherGenerateRequest)
     _check_can({"generate": True, "temperature": message.temperature != 1.0}, info)
     _check_common("prompts", message.prompts, message.deadline, message.temperature)
-    _require(
-        1 <= message.max_tokens < info.max_length,
-        f"max_tokens is {message.max_tokens}, this teacher takes 1 to {info.max_length - 1}",
-    )
-    for token in message.stop_token_ids:
-        _require(
-            0 <= token < info.vocab_size,
-            f"stop id {token} is outside the vocabulary of {info.vocab_size}: check the tokenizer",
+    if not 1 <= message.max_tokens < info.max_length:
+        raise BadRequest(f"max_tokens is {message.max_tokens}, this teacher takes 1 to {info.max_length - 1}")
+    if outside := [token for token in message.stop_token_ids if not 0 <= token < info.vocab_size]:
+        raise BadRequest(
+            f"stop id {outside[0]} is outside the vocabulary of {info.vocab_size}: check the tokenizer"
         )
     ends = tuple(sorted({*end_ids, *message.stop_token_ids}))
     params = base.GenerationParams(message.max_tokens, message.temperature, ends)
@@ -113,39 +104,36 @@ def read_generate(body: bytes, info: EngineInfo, end_ids: set[int]) -> Call:
 
 
 def check_score(request: wire.ScoreRequest, info: EngineInfo) -> None:
-    """Raise BadRequest (422) for what no sequence of the request could be scored with."""
+    """Raise BadRequest for what no sequence of the request could be scored with."""
     want = request.want
     _check_common("sequences", request.sequences, request.deadline, want.temperature)
     gather = any(sequence.gather_ids is not None for sequence in request.sequences)
     needed = {"topk": want.topk, "hidden": want.hidden, "prompt": want.prompt, "gather": gather}
     _check_can({**needed, "temperature": want.temperature != 1.0}, info)
     limit = min(info.max_topk, info.vocab_size)
-    _require(
-        0 <= want.topk <= limit,
-        f"topk is {want.topk}, this teacher gives 0 to {limit}: ask for fewer, or for hidden states",
-    )
-
-
-def _check_common(what: str, parts: list[Any], deadline: float | None, temperature: float) -> None:
-    _require(bool(parts), f"the request has no {what}: send at least one")
-    in_time = deadline is None or 0 < deadline < math.inf
-    _require(in_time, f"deadline is {deadline}: send seconds > 0, or none")
-    warm = COLDEST <= temperature < math.inf
-    _require(warm, f"temperature is {temperature}, it must be >= {COLDEST}: send 1 for the teacher's own")
-
-
-def _check_can(needed: Mapping[str, Any], info: EngineInfo) -> None:
-    for name in (name for name, needs in needed.items() if needs):
-        _require(
-            name in info.can,
-            f"engine {info.engine!r} cannot give {name!r}, it gives {list(info.can)}; "
-            'choose another objective, or engine = "transformers"',
+    if not 0 <= want.topk <= limit:
+        raise BadRequest(
+            f"topk is {want.topk}, this teacher gives 0 to {limit}: ask for fewer, or for hidden states"
         )
 
 
-def _require(good: bool, text: str) -> None:
-    if not good:
-        raise BadRequest(422, text)
+def _check_common(what: str, parts: list[Any], deadline: float | None, temperature: float) -> None:
+    if not parts:
+        raise BadRequest(f"the request has no {what}: send at least one")
+    if deadline is not None and not 0 < deadline < math.inf:
+        raise BadRequest(f"deadline is {deadline}: send seconds > 0, or none")
+    if not COLDEST <= temperature < math.inf:
+        raise BadRequest(
+            f"temperature is {temperature}, it must be >= {COLDEST}: send 1 for the teacher's own"
+        )
+
+
+def _check_can(needed: Mapping[str, Any], info: EngineInfo) -> None:
+    if lacking := [name for name, needs in needed.items() if needs and name not in info.can]:
+        raise BadRequest(
+            f"engine {info.engine!r} cannot give {lacking[0]!r}, it gives {list(info.can)}; choose another "
+            'objective, or engine = "transformers"'
+        )
 
 
 def check_reply_size(items: list[Item], want: Want, info: EngineInfo, limit_bytes: int) -> None:
@@ -219,26 +207,29 @@ def checked_scores(
     return problem or checks.without_bad_entropy(answer, count)
 
 
-def to_keep(
-    id_: str, item: Item, scores: EngineScores, want: Want, info: EngineInfo, dtype: HalfOrSingle
-) -> ToKeep | Problem:
-    """One item's scores as they are kept, or what is wrong with them.
+def kept_scores(
+    checked: Callable[[str, Item, EngineScores], Scored | Problem],
+    keep: Callable[[list[bytes]], wire.Kept],
+    id_: str,
+    item: Item,
+    scores: EngineScores,
+) -> Scored | Problem:
+    """The log-probabilities and where all scores are kept, in frames of about FRAME_BYTES, or what is wrong.
 
-    They are checked and encoded a frame at a time: whoever copies gigabytes at once holds the interpreter.
+    They are `checked` and encoded a frame at a time: whoever copies gigabytes at once holds the interpreter.
     """
     size = sum(getattr(getattr(scores, name), "nbytes", 0) for name in EngineScores.__slots__)
     positions = item.positions
     block = max(1, positions * FRAME_BYTES // size)
-    counts = [min(block, positions - start) for start in range(0, positions, block)]
-    frames, ids = list[bytes](), item.gather_ids_TK
-    for number, part in enumerate(split(scores, counts)):
-        checked = checked_scores(id_, item, part, want, info, dtype)
-        if isinstance(checked, Problem):
-            return checked
+    starts, frames, ids = range(0, positions, block), list[bytes](), item.gather_ids_TK
+    for start, part in zip(starts, split(scores, [min(block, positions - i) for i in starts]), strict=True):
+        result = checked(id_, item, part)
+        if isinstance(result, Problem):
+            return result
         if ids is not None:
-            checked = replace(checked, gather_ids=pack(ids[number * block : (number + 1) * block], "i4"))
-        frames.append(wire.frame(wire.ScoreReply(results=[checked])))
-    return ToKeep(pack(scores.logprob_C, "f4"), frames)
+            result = replace(result, gather_ids=pack(ids[start : start + block], "i4"))
+        frames.append(wire.frame(wire.ScoreReply(results=[result])))
+    return Scored(id_, pack(scores.logprob_C, "f4"), kept=keep(frames))
 
 
 def scored(id_: str, scores: EngineScores, dtype: HalfOrSingle) -> Scored:

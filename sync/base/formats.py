@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
-
-import msgspec
+from typing import Any
 
 from sync.base.decoding import json_decoder
 from sync.base.errors import DataError
-
-
-class _Numbered(msgspec.Struct):
-    format: int | None = None
 
 
 def check_format(where: object, number: int, reads: int) -> None:
@@ -27,7 +22,7 @@ def check_json_format(where: object, data: bytes, reads: int) -> None:
 
     So does what is no such object: whoever reads it next says what it should be.
     """
-    number = None
+    number: Any = reads
     with suppress(ValueError, RecursionError):
-        number = json_decoder(_Numbered).decode(data).format
-    check_format(where, reads if number is None else number, reads)
+        number = json_decoder(dict[str, Any]).decode(data).get("format", reads)
+    check_format(where, number, reads)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 from typing import Final, Literal
 
-from sync.base.errors import ConfigError
-from sync.base.retry import pause_told
+from sync.base.errors import ConfigError, Overloaded
+from sync.base.retry import pause_told, retrying
 
 log = logging.getLogger(__name__)
 WAIT_SECONDS: Final = 900.0
 """Longest wait for a Hub that asks to come back later; its rate limits count over five minutes."""
-_LATER: Final = (429, 503)
 
 
 def check_reachable(name: str, revision: str | None, kind: Literal["model", "dataset"]) -> None:
@@ -25,32 +23,18 @@ def check_reachable(name: str, revision: str | None, kind: Literal["model", "dat
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.file_download import repo_folder_name
 
-    if constants.HF_HUB_OFFLINE or Path(name).is_dir():
-        return
     cache, file = constants.HF_HUB_CACHE, "config.json" if kind == "model" else "README.md"
-    deadline = time.monotonic() + WAIT_SECONDS
-    while True:
+
+    def ask() -> None:
         try:
-            if Path(cache, repo_folder_name(repo_id=name, repo_type=kind)).is_dir():
-                return
-            get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind, revision=revision))
-            return
+            if not Path(cache, repo_folder_name(repo_id=name, repo_type=kind)).is_dir():
+                get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind, revision=revision))
         except HfHubHTTPError as error:
             status = error.response.status_code
-            pause = pause_told(error.response.headers.get("retry-after")) if status in _LATER else None
-            if pause is None:
-                return
-            pause = max(1.0, pause)
-            if time.monotonic() + pause > deadline:
-                raise ConfigError(
-                    f"{kind} {name!r}: {constants.ENDPOINT} answers {status} and asks to "
-                    f"come back in {pause:g} s, more than the {WAIT_SECONDS:g} s that are waited: start "
-                    "again then, or log in to the Hub (HF_TOKEN), whose limits are higher"
-                ) from None
-            log.warning(
-                "%s answers %d for %s %r: asked again in %g s", constants.ENDPOINT, status, kind, name, pause
-            )
-            time.sleep(pause)
+            pause = pause_told(error.response.headers.get("retry-after"))
+            if status in (429, 503) and pause is not None:
+                told = f"{constants.ENDPOINT} answers {status} and asks to come back in {pause:g} s"
+                raise Overloaded(f"{kind} {name!r}: {told}", max(1.0, pause)) from None
         except HFValidationError:
             return
         except httpx2.HTTPError as error:
@@ -58,6 +42,16 @@ def check_reachable(name: str, revision: str | None, kind: Literal["model", "dat
                 f"{kind} {name!r} is no folder here, nothing of it is in {cache}, and {constants.ENDPOINT}"
                 f" cannot be reached ({error}): correct the path, or let this machine reach it"
             ) from None
+
+    if constants.HF_HUB_OFFLINE or Path(name).is_dir():
+        return
+    try:
+        retrying(Overloaded, within=WAIT_SECONDS, note=lambda error: log.warning("%s", error))(ask)
+    except Overloaded as error:
+        raise ConfigError(
+            f"{error}, more than the {WAIT_SECONDS:g} s that are waited: start again then, or log in to the "
+            "Hub (HF_TOKEN), whose limits are higher"
+        ) from None
 
 
 def optional_file(name: str, revision: str | None, file: str) -> Path | None:

@@ -24,16 +24,7 @@ import numpy as np
 from sync.wire.base import DTYPES, Array, Version, VersionSpan, unpack
 from sync.wire.evaluator import EvalReply, EvalReport, EvalRequest, PartReport
 from sync.wire.replica import MASK_TIES, Generated, Routing, Sampling, SamplingMask, UpdateReply
-from sync.wire.teacher import (
-    DIGEST_BYTES,
-    PARTED_BYTES,
-    Head,
-    Kept,
-    Scored,
-    Segment,
-    TeacherCompletion,
-    Want,
-)
+from sync.wire.teacher import DIGEST_BYTES, PARTED_BYTES, Head, Kept, Scored, Segment, TeacherCompletion, Want
 from sync.wire.trainer import CheckpointSaved, FinalDigests, Published, StepReport
 
 ROUNDING: Final = 0.02
@@ -175,13 +166,14 @@ def topk_ids(
 ) -> Problem | None:
     """i4 [count, k], the ids of a row all different; `low` -1: a row may have fewer. `k` 0: not asked for."""
     problem = array(field, value, I4, (count, k), ids(vocab_size, low), asked=k > 0)
-    if problem or not value:
-        return problem
-    ordered = np.sort(unpack(value), axis=1)
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    return (
-        Problem(field, f"{ordered[:, 1:][twice][0]} twice in a row", "different ids") if twice.any() else None
-    )
+    return problem or (_different(field, value, "ids") if value else None)
+
+
+def _different(field: str, value: Array, what: str) -> Problem | None:
+    """The numbers of each row are different; -1 stands for none."""
+    ordered = np.sort(unpack(value), axis=-1)
+    twice = ordered[..., 1:][(ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)]
+    return Problem(field, f"{twice[0]} twice in a row", f"different {what}") if twice.size else None
 
 
 def mask(sampling_mask: SamplingMask | None, token_ids: Array, vocab_size: int, top_k: int) -> Problem | None:
@@ -215,11 +207,8 @@ def routes(route_array: Array | None, places: int, routing: Routing | None) -> P
         return array("routes", route_array, (), (), None, asked=routing is not None)
     shape = places, routing.layers, routing.chosen
     within = Range(0, routing.experts - 1, f"one of {routing.experts} experts")
-    if problem := array("routes", route_array, (routing.dtype,), shape, within):
-        return problem
-    ordered = np.sort(unpack(route_array), axis=-1)
-    twice = (ordered[..., 1:] == ordered[..., :-1]).any()
-    return Problem("routes", "one expert twice for a token", "different experts") if twice else None
+    problem = array("routes", route_array, (routing.dtype,), shape, within)
+    return problem or _different("routes", route_array, "experts")
 
 
 def generated(answer: Generated, asked: Sampling, vocab_size: int) -> Problem | None:
@@ -285,13 +274,10 @@ def _kept(kept: Kept | None, asked: bool) -> Problem | None:
 
 def _mass(ids: Array, topk_logprob: Array) -> Problem | None:
     probability = np.where(unpack(ids) >= 0, np.exp(unpack(topk_logprob).astype("f4")), 0.0)
-    mass = probability.sum(axis=1).max(initial=0.0)
+    if (mass := probability.sum(axis=1).max(initial=0.0)) <= 1 + ROUNDING:
+        return None
     rule = "log-probabilities of one distribution"
-    return (
-        Problem("topk_logprob", f"of {mass:.3f} in sum of probabilities", rule)
-        if mass > 1 + ROUNDING
-        else None
-    )
+    return Problem("topk_logprob", f"of {mass:.3f} in sum of probabilities", rule)
 
 
 def without_bad_entropy(answer: Scored, count: int) -> Scored:

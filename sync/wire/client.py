@@ -33,8 +33,6 @@ from sync.base.errors import (
     ConfigError,
     Overloaded,
     RemoteError,
-    Replaced,
-    TooLarge,
     Unreachable,
     WireError,
     WrongServer,
@@ -53,7 +51,7 @@ MAX_REFUSAL: Final = 1 << 16
 """Bytes of an answer with another status than 200."""
 LONGEST_PAUSE_SECONDS: Final = 60.0
 """However much later a full peer asks to be asked."""
-_REFUSALS: Final = {STATUSES[error]: error for error in (Replaced, TooLarge, WrongServer)}
+_REFUSALS: Final = {status: error for error, status in STATUSES.items() if status in (410, 413, 421)}
 MAX_FRAME: Final = 1 << 30
 """Bytes of one frame of a stream."""
 IDLE_SECONDS: Final = 4.0
@@ -69,23 +67,12 @@ A = TypeVar("A")
 M = TypeVar("M", bound=Message)
 
 
-class Unavailable(RemoteError):
-    """A status that says to come back; the clients here do, and raise something else."""
-
-
-_RETRIED: Final = (Overloaded, Unavailable, *_FAILED)
-
-
 async def _read(
-    response: aiohttp.ClientResponse,
-    limit: asyncio.Timeout,
-    max_bytes: int,
-    gone: Collection[int] = (),
-    error: type[Unavailable | Unreachable] = Unreachable,
+    response: aiohttp.ClientResponse, limit: asyncio.Timeout, max_bytes: int, gone: Collection[int] = ()
 ) -> memoryview:
     """The content of a 200, no copy, before `limit`, which grows with it (SLOWEST). Raises RemoteError for an
-    answer that announces or has more than `max_bytes`, and what any other status means: `error` for those of
-    `gone`."""
+    answer that announces or has more than `max_bytes`, and what any other status means: Unreachable for those
+    of `gone`."""
     url, status, content, ends = response.url, response.status, bytearray(), limit.when()
     longest = max_bytes if status == 200 else MAX_REFUSAL
 
@@ -107,7 +94,7 @@ async def _read(
         text = content[:500].decode("utf-8", "replace")
     message = f"{url} answered {status}: {text}"
     if status in gone:
-        raise error(message)
+        raise Unreachable(message)
     if status == 429:
         pause = pause_told(response.headers.get("retry-after"))
         raise Overloaded(message, 1.0 if pause is None else min(pause, LONGEST_PAUSE_SECONDS))
@@ -247,17 +234,17 @@ class Peer:
 
         async def attempt() -> memoryview:
             left = max(0.1, min(deadline - time.monotonic(), try_seconds))
-            async with self._open(path, content, self._claim.headers(), left) as (response, expiry):
-                self._check(response, self.model)
-                return await _read(response, expiry, max_bytes, (502, 503, 504), Unavailable)
+            return await self.once(path, content, left, max_bytes, gone=(502, 503, 504))
+
+        def is_retried(error: BaseException) -> bool:
+            return isinstance(error, Overloaded | Unreachable) and not self._closed
 
         try:
-            return decode(await retrying_async(_RETRIED, within=limit)(attempt), kind)
-        except (*_FAILED, Unavailable) as error:
-            raise Unreachable(
-                f"{self.url}{path} did not answer within {limit:.0f} s ({type(error).__name__}: {error}): is "
-                "the process running?"
-            ) from None
+            return decode(await retrying_async(is_retried, within=limit)(attempt), kind)
+        except Unreachable as error:
+            if self._closed:
+                raise
+            raise Unreachable(f"{error} (tried for {limit:.0f} s): is the process running?") from None
 
     async def once(
         self,
@@ -266,14 +253,16 @@ class Peer:
         timeout: float | None,
         max_bytes: int = MAX_ANSWER,
         model: str | None = None,
+        gone: Collection[int] = range(500, 600),
     ) -> memoryview:
         """POST an encoded body (GET when None), a single time: for callers that retry elsewhere. Raises
-        Unreachable (no connection, no answer in `timeout` seconds, any 5xx), Overloaded, RemoteError. None:
-        no limit once it is connected. `model`: of this answer, in the place of the client's."""
+        Unreachable (no connection, no answer in `timeout` seconds, a status of `gone`), Overloaded,
+        RemoteError. None: no limit once it is connected. `model`: of this answer, in the place of the
+        client's."""
         try:
             async with self._open(path, body, self._claim.headers(), timeout) as (response, limit):
                 self._check(response, model or self.model)
-                return await _read(response, limit, max_bytes, range(500, 600))
+                return await _read(response, limit, max_bytes, gone)
         except _FAILED as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 

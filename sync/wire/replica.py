@@ -8,18 +8,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from sync.wire.base import (
-    DTYPES,
-    Amount,
-    Array,
-    Count,
-    Message,
-    Number,
-    Share,
-    Version,
-    VersionSpan,
-    unpack,
-)
+from sync.wire.base import DTYPES, Amount, Array, Count, Message, Number, Share, Version, VersionSpan, unpack
 
 
 class Sampling(msgspec.Struct, frozen=True):

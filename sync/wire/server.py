@@ -180,8 +180,9 @@ def refuse(status: int, text: str, retry_after: float | None = None) -> Response
 
 
 def refusal(error: DistillError) -> Response:
-    """The refusal that `error` stands for."""
-    return refuse(STATUSES.get(type(error), 409), str(error), getattr(error, "retry_after", None))
+    """The refusal that `error` stands for: with a `status` of its own, else that of STATUSES."""
+    status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 409)
+    return refuse(getattr(error, "status", status), str(error), getattr(error, "retry_after", None))
 
 
 # --- the application of a role --------------------------------------------------------------------------
@@ -281,18 +282,16 @@ def bind_alone(host: str, port: int) -> socket.socket:
     """A socket on a free port; connections that an earlier server left behind do not count. Raises OSError,
     or OverflowError for a number that is no port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for reuse in (0, 1):
-        with contextlib.ExitStack() as closing:
-            bound = closing.enter_context(socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP))
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-            try:
-                bound.bind((host, port))
-            except OSError as error:
-                if reuse or error.errno != errno.EADDRINUSE:
-                    raise
-            else:
-                closing.pop_all()
-                break
+    with contextlib.ExitStack() as closing:
+        bound = closing.enter_context(socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP))
+        try:
+            bound.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((host, port))
+        closing.pop_all()
     return bound
 
 

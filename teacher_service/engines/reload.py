@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -62,11 +62,10 @@ class _ReloadingEngine:
 
     def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> Steps:
         """See `Engine.generate`; one model generates a whole batch."""
-        with self._in_memory() as engine:
-            steps = engine.generate(prompts, params)
-        completions = None
+        steps = completions = None
         while completions is None:
-            with self._in_memory():
+            with self._in_memory() as engine:
+                steps = steps or engine.generate(prompts, params)
                 completions = next(steps)
             yield completions
 
@@ -74,9 +73,12 @@ class _ReloadingEngine:
         with self._in_memory() as engine:
             return engine.head() if "hidden" in self.engine_info.can else None
 
-    def _in_memory(self) -> AbstractContextManager[Engine]:
+    @contextmanager
+    def _in_memory(self) -> Iterator[Engine]:
         """The engine, in memory and not replaced for as long as the context lasts."""
-        raise NotImplementedError
+        with self._lock:
+            assert self._engine is not None, "only `close` unloads it, at the end"
+            yield self._engine
 
     def _tend(self) -> None:
         """Load or unload, if it is time to."""
@@ -128,28 +130,21 @@ class FollowingEngine(_ReloadingEngine):
         """What it serves; None: the folder of its configuration."""
         self._thread.start()
 
-    @contextmanager
-    def _in_memory(self) -> Iterator[Engine]:
-        with self._lock:
-            assert self._engine is not None, "only `close` unloads it, at the end"
-            yield self._engine
-
     def _tend(self) -> None:
-        version, started = self._versions.newest(), time.monotonic()
-        if version is None or not self._due(version):
+        newest, started = self._versions.newest(), time.monotonic()
+        if newest is None:
             return
-        fresh = self._load(self._versions.folder(version))
+        loaded = self.version or Version(newest.lineage, 0)
+        if newest.lineage == loaded.lineage and newest.step < loaded.step + self._every:
+            return
+        fresh = self._load(self._versions.folder(newest))
         with self._lock:
             if self._closed.is_set():
                 return
-            old, self._engine, self.version = self._engine, fresh, version
+            old, self._engine, self.version = self._engine, fresh, newest
         assert old is not None, "only `close` unloads it, under the lock"
         old.close()
-        log.info("serving %s after %.1f s", version, time.monotonic() - started)
-
-    def _due(self, newest: Version) -> bool:
-        loaded = self.version or Version(newest.lineage, 0)
-        return newest.lineage != loaded.lineage or newest.step >= loaded.step + self._every
+        log.info("serving %s after %.1f s", newest, time.monotonic() - started)
 
 
 class IdleUnloadEngine(_ReloadingEngine):

@@ -70,7 +70,49 @@ class TransformersEngine:
         return score_items(self._head, hidden_CH, items, options, self._head_chunk)
 
     def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> base.Steps:
-        return generate(self._model, len(self._head.weight_VH), prompts, params)
+        """See `Engine.generate`; sampled with a key-value cache.
+
+        Draws by inverting each row's cumulative distribution at random numbers from the row's own seed, so
+        that a completion does not depend on the rest of its batch (beyond the rounding of padded ones).
+        """
+        model, vocab = self._model, len(self._head.weight_VH)  # `close` may come between two steps
+        seeded = [np.random.default_rng(prompt.seed) for prompt in prompts]
+        drawn = [numbers.random(params.max_tokens, dtype=np.float32) for numbers in seeded]
+        start = max(len(prompt.token_ids_P) for prompt in prompts)
+        rows = [np.pad(prompt.token_ids_P, (start - len(prompt.token_ids_P), 0)) for prompt in prompts]
+        attended = [np.arange(start) >= start - len(prompt.token_ids_P) for prompt in prompts]
+        numbers_BS, step_BN, attended_BL = (
+            torch.from_numpy(np.stack(table)).to(model.device) for table in (drawn, rows, attended)
+        )
+        step_BN, attended_BL = step_BN.long(), attended_BL.long()
+        going_B = torch.ones(len(prompts), dtype=torch.bool, device=model.device)
+        end_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=model.device)
+        tokens, logprobs, cache = list[Tensor](), list[Tensor](), None
+        while going_B.any() and len(tokens) < params.max_tokens:
+            with torch.inference_mode():  # not around a yield: what runs between two steps has its own mode
+                out = model(
+                    input_ids=step_BN,
+                    attention_mask=attended_BL,
+                    position_ids=(attended_BL.cumsum(1) - 1).clamp_min(0)[:, -step_BN.shape[1] :],
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+                cache = out.past_key_values
+                logp_BV = (out.logits[:, -1, :vocab].float() / params.temperature).log_softmax(-1)
+                step_BN = inverse(logp_BV.exp().cumsum(-1), numbers_BS[:, len(tokens), None])
+                tokens.append(step_BN)
+                logprobs.append(logp_BV.gather(1, step_BN))
+                attended_BL = torch.cat([attended_BL, going_B[:, None].long()], 1)
+                going_B = going_B & ~torch.isin(step_BN[:, 0], end_ids)
+            yield None
+        token_BS, logprob_BS = (torch.cat(steps, 1).cpu().numpy() for steps in (tokens, logprobs))
+        lengths = attended_BL[:, start:].sum(1).tolist()
+        completions = zip(token_BS, logprob_BS, lengths, going_B.tolist(), strict=True)
+        yield [
+            EngineCompletion(token_S[:length].astype(np.int32), logprob_S[:length], not going)
+            for token_S, logprob_S, length, going in completions
+        ]
 
     def head(self) -> Head:
         return self._head.message(self._model.dtype)
@@ -111,58 +153,6 @@ def padded_ids(items: Sequence[Item]) -> np.ndarray:
     ids_BW = np.full((len(items), lengths_B.max()), PAD_ID, np.int64)
     ids_BW[np.arange(ids_BW.shape[1]) < lengths_B[:, None]] = np.concatenate([i.token_ids_L for i in items])
     return ids_BW
-
-
-# --- completions, sampled with a key-value cache -----------------------------------------------------------
-
-
-def generate(
-    model: Any, vocab: int, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams
-) -> base.Steps:
-    """See `Engine.generate`; `vocab`: rows of the model that may be drawn.
-
-    Draws by inverting each row's cumulative distribution at random numbers from the row's own seed, so that a
-    completion does not depend on the rest of its batch (beyond the rounding of padded ones).
-    """
-    drawn = [
-        np.random.default_rng(prompt.seed).random(params.max_tokens, dtype=np.float32) for prompt in prompts
-    ]
-    start = max(len(prompt.token_ids_P) for prompt in prompts)
-    rows = [np.pad(prompt.token_ids_P, (start - len(prompt.token_ids_P), 0)) for prompt in prompts]
-    attended = [np.arange(start) >= start - len(prompt.token_ids_P) for prompt in prompts]
-    numbers_BS, step_BN, attended_BL = (
-        torch.from_numpy(np.stack(table)).to(model.device) for table in (drawn, rows, attended)
-    )
-    step_BN, attended_BL = step_BN.long(), attended_BL.long()
-    going_B = torch.ones(len(prompts), dtype=torch.bool, device=model.device)
-    end_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=model.device)
-    tokens, logprobs, cache = list[Tensor](), list[Tensor](), None
-    while going_B.any() and len(tokens) < params.max_tokens:
-        with torch.inference_mode():  # not around a yield: what runs between two steps has its own mode
-            out = model(
-                input_ids=step_BN,
-                attention_mask=attended_BL,
-                position_ids=(attended_BL.cumsum(1) - 1).clamp_min(0)[:, -step_BN.shape[1] :],
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            cache = out.past_key_values
-            logp_BV = (out.logits[:, -1, :vocab].float() / params.temperature).log_softmax(-1)
-            step_BN = inverse(logp_BV.exp().cumsum(-1), numbers_BS[:, len(tokens), None])
-            tokens.append(step_BN)
-            logprobs.append(logp_BV.gather(1, step_BN))
-            attended_BL = torch.cat([attended_BL, going_B[:, None].long()], 1)
-            going_B = going_B & ~torch.isin(step_BN[:, 0], end_ids)
-        yield None
-    token_BS, logprob_BS = (torch.cat(steps, 1).cpu().numpy() for steps in (tokens, logprobs))
-    lengths = attended_BL[:, start:].sum(1).tolist()
-    yield [
-        EngineCompletion(token_S[:length].astype(np.int32), logprob_S[:length], not going)
-        for token_S, logprob_S, length, going in zip(
-            token_BS, logprob_BS, lengths, going_B.tolist(), strict=True
-        )
-    ]
 
 
 def inverse(sum_BV: Tensor, number_B1: Tensor) -> Tensor:

@@ -193,19 +193,18 @@ class LocalStates:
         self._thread.start()
 
     def read(self, items: Sequence[Item]) -> torch.Tensor:
-        parts = asyncio.run_coroutine_threadsafe(self._batch(items), self._loop).result()
-        return torch.cat(parts)
+        return asyncio.run_coroutine_threadsafe(self._batch(items), self._loop).result()
 
-    async def _batch(self, items: Sequence[Item]) -> list[torch.Tensor]:
+    async def _batch(self, items: Sequence[Item]) -> torch.Tensor:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        parts = await asyncio.gather(*map(self._sequence, items), return_exceptions=True)
+        parts: list[Any] = await asyncio.gather(*map(self._sequence, items), return_exceptions=True)
         for part in parts:
             if isinstance(part, EngineDeadError):
                 raise base.EngineEnded("vLLM's engine has ended, its log names the cause") from part
             if isinstance(part, BaseException):
                 raise DataError(f"vLLM refuses a sequence: {part}") from part
-        return [part for part in parts if not isinstance(part, BaseException)]
+        return torch.cat(parts)
 
     async def _sequence(self, item: Item) -> torch.Tensor:
         from vllm.inputs.engine import tokens_input

@@ -37,7 +37,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHT
     for name, value in constants.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     clock = SimpleNamespace(sleep=server.pauses.append, monotonic=time.monotonic)
-    monkeypatch.setattr("sync.base.hub.time", clock)
+    monkeypatch.setattr("tenacity.nap.time", clock)
     with served(server):
         yield server
 
@@ -46,7 +46,7 @@ def test_a_hub_that_says_when_to_come_back_is_asked_then(hub, caplog: pytest.Log
     hub.answers += [(429, "2"), (503, "1")]
     check_reachable("owner/name", None, "model")
     assert (hub.asked, hub.pauses) == (3, [2.0, 1.0])
-    assert "answers 429 for model 'owner/name': asked again in 2 s" in caplog.text
+    assert "answers 429 and asks to come back in 2 s" in caplog.text
 
 
 @pytest.mark.parametrize("answer", [(404, None), (401, "5"), (403, "5"), (503, None)])

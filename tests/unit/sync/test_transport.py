@@ -183,7 +183,7 @@ async def test_half_a_character_of_a_peer_or_of_user_code_can_be_written_down() 
 
 async def test_a_peer_that_is_gone_is_named() -> None:
     async with Peer("http://127.0.0.1:9", "secret") as peer:
-        with pytest.raises(Unreachable, match=r"127.0.0.1:9/x did not answer within 0 s"):
+        with pytest.raises(Unreachable, match=r"127.0.0.1:9/x: \w+: .*tried for 0 s"):
             await peer.call("/x", REQUEST, Ok, timeout=0.2)
         assert not await peer.alive()
 
@@ -223,7 +223,7 @@ def test_a_client_that_is_collected_by_the_thread_of_a_loop_that_begins_waits_fo
 
 def test_the_blocking_client_takes_no_longer_than_it_was_given() -> None:
     """Less than its own limit of each try, which no test waits for."""
-    with silent() as url, pytest.raises(Unreachable, match=r"within 1 s \(\w*TimeoutError"):
+    with silent() as url, pytest.raises(Unreachable, match=r"TimeoutError: .*tried for 1 s"):
         BlockingPeer(url, timeout=3600.0).call("/x", REQUEST, Ok, timeout=1.2)
 
 
@@ -277,7 +277,7 @@ async def test_a_peer_that_answers_byte_by_byte_is_given_up_in_time() -> None:
             yield b"x"
 
     async with asking(Scripted(*(StreamingResponse(drip(), status) for status in (200, 400)))) as peer:
-        with pytest.raises(Unreachable, match="did not answer within 1 s"):
+        with pytest.raises(Unreachable, match="tried for 1 s"):
             await peer.call("/x", REQUEST, Ok, timeout=0.6)
         with pytest.raises(Unreachable, match="TimeoutError"):
             await peer.once("/x", None, 0.6)

@@ -135,7 +135,7 @@ ROUTES = np.arange(3 * 2 * 2).reshape(3, 2, 2).astype("u1") % 4
         (pack(ROUTES[:2]), "routes is of shape [2, 2, 2], and must be of shape [3, 2, 2]"),
         (pack(ROUTES.astype("i4")), "routes is of dtype i4"),
         (pack(ROUTES + 1), "routes is 4 in one place or more"),
-        (pack(ROUTES * 0), "routes is one expert twice for a token"),
+        (pack(ROUTES * 0), "routes is 0 twice in a row"),
     ],
 )
 def test_routes_are_of_every_token_and_of_experts_there_are(routes: Array | None, says: str | None) -> None:
