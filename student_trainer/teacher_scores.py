@@ -126,9 +126,7 @@ class TeacherScores:
 
     def _scored_again(self, row: KeptRow) -> list[Scored]:
         """Have the teacher's processes compute them, one after the other until one does."""
-        request = wire.encode(
-            wire.ScoreRequest(sequences=[row.sequence], want=self._again, deadline=SCORE_SECONDS)
-        )
+        request = wire.encode(wire.ScoreRequest(sequences=[row.sequence], want=self._again))
         backoff, bad, tries, url = Backoff(0.5, 10.0), 0, 0, "no known URL"
         while not self._stopping.is_set():
             try:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -118,9 +118,13 @@ class TeacherService:
             work = [item for item in call.admitted if isinstance(item, Work)]
             with self._batcher.submit(work) as outcomes:
                 answers = asyncio.gather(*outcomes)
-                if why := await _given_up(answers, request, call.deadline):
-                    text = f"the request was dropped because {why}: allow more time or send less"
-                    return refuse(408, text)
+                left = asyncio.ensure_future(request.receive())  # the body is read: it can only disconnect
+                try:
+                    await asyncio.wait({answers, left}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    left.cancel()
+                if not answers.done():
+                    return refuse(408, "the request was dropped: its caller left")
                 return await asyncio.to_thread(self._reply, call, answers.result())
 
     def _reply(self, call: Call, outcomes: Sequence[Outcome]) -> Response:
@@ -175,19 +179,3 @@ class TeacherService:
         return refuse(
             503, f"batching has ended, or one batch took {STALLED_SECONDS:.0f} s: restart this process"
         )
-
-
-async def _given_up(
-    answers: asyncio.Future[list[Outcome]], request: Request, deadline: float | None
-) -> str | None:
-    """Why the caller gave up before all `answers` were there, which are then cancelled; None: they are."""
-    # the body is read: only a disconnect can come
-    left: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait({answers, left}, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
-        if answers.done():
-            return None
-        return "its caller left" if left.done() else f"its deadline of {deadline} s passed"
-    finally:
-        answers.cancel()
-        left.cancel()

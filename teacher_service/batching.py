@@ -7,7 +7,7 @@ The queue is bounded in tokens. Calls run in worker threads, so the event loop s
 concurrency 1 one call runs at a time: a batch of scores waits for one slice of generation at most, and the
 other way round; a batch of prompts is padded, so each counts as many tokens as the longest. Otherwise so many
 batches of each kind overlap, and one of prompts takes all that wait. A batch starts with the oldest item.
-Work whose caller is gone, or whose deadline has passed, is not computed. A batch that the engine fails on is
+Work whose caller is gone is not computed. A batch that the engine fails on is
 taken apart into its requests; whose request it is that fails alone has to halve it.
 """
 

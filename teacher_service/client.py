@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 A = TypeVar("A")
 REQUEST_SECONDS: Final = 300.0
 """Limit of one request that gives none, except `generate`."""
-MARGIN: Final = 1.1
-"""A service gives work up so much later than this client, whose time limit it is, gives the request up."""
 HEALTH_SECONDS: Final = 5.0
 """How often /health of a process that holds a request is polled; two misses in a row: it is dead."""
 STALLED_SECONDS: Final = 10.0
@@ -121,8 +119,8 @@ class TeacherClient(ProcessClients):
         self, sequences: Sequence[ScoreSequence], want: wire.Want = wire.Want(), limit: float | None = None
     ) -> Reply[Scored | ScoreRefused]:
         """Scores of `sequences`, within `limit` or REQUEST_SECONDS (long answers: see `Peer`)."""
+        request = wire.ScoreRequest(sequences=[*sequences], want=want)
         limit = limit or REQUEST_SECONDS
-        request = wire.ScoreRequest(sequences=[*sequences], want=want, deadline=MARGIN * limit)
         reply: Reply[Any] = await self._send("/v1/score", request, wire.ScoreReply, sequences, limit)
         results = [
             replace(result, kept=replace(result.kept, url=reply.server))
@@ -148,7 +146,6 @@ class TeacherClient(ProcessClients):
             max_tokens=max_tokens,
             temperature=temperature,
             stop_token_ids=[*stop_token_ids],
-            deadline=limit and MARGIN * limit,
         )
         extra = len(prompts) * max_tokens
         return await self._send("/v1/generate", request, wire.TeacherGenerateReply, prompts, limit, extra)

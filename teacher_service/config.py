@@ -11,7 +11,7 @@ from sync.base.address import Url
 from sync.base.own_code import OWN, is_own, registered
 from sync.base.settings import EngineArgs, Fixed, Live, ModelSource, Placement, check_vllm
 
-CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt", "generate", "temperature")
+CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "generate", "temperature")
 """What `EngineInfo.can` may hold."""
 
 

@@ -47,7 +47,6 @@ class Call(NamedTuple):
     ids: list[str]
     admitted: list[Work | str]
     """What to compute for each id, or why nothing is."""
-    deadline: float | None
     result: Callable[[str, Any, Any], Scored | TeacherCompletion | Problem]
     """(id, item or prompt, the engine's outcome) → the result."""
     reply: type[wire.ScoreReply] | type[wire.TeacherGenerateReply]
@@ -65,13 +64,12 @@ def read_score(
     message = wire.decode(body, wire.ScoreRequest)
     check_score(message, info)
     want = message.want
-    items = [admit(sequence, want, info) for sequence in message.sequences]
+    items = [admit(sequence, info) for sequence in message.sequences]
     check_reply_size([item for item in items if isinstance(item, Item)], want, info, limit_bytes)
     result = partial(checked_scores, want=replace(want, keep=False), info=info, dtype=dtype)
     return Call(
         [sequence.id for sequence in message.sequences],
         [item if isinstance(item, str) else Work(item, score_options(item, want, info)) for item in items],
-        message.deadline,
         partial(kept_scores, result, keep) if want.keep and keep else result,
         wire.ScoreReply,
     )
@@ -84,7 +82,7 @@ def read_generate(body: bytes, info: EngineInfo, end_ids: set[int]) -> Call:
     """
     message = wire.decode(body, wire.TeacherGenerateRequest)
     _check_can({"generate": True, "temperature": message.temperature != 1.0}, info)
-    _check_common("prompts", message.prompts, message.deadline, message.temperature)
+    _check_common("prompts", message.prompts, message.temperature)
     if not 1 <= message.max_tokens < info.max_length:
         raise BadRequest(f"max_tokens is {message.max_tokens}, this teacher takes 1 to {info.max_length - 1}")
     if outside := [token for token in message.stop_token_ids if not 0 <= token < info.vocab_size]:
@@ -97,7 +95,6 @@ def read_generate(body: bytes, info: EngineInfo, end_ids: set[int]) -> Call:
     return Call(
         [prompt.id for prompt in message.prompts],
         [prompt if isinstance(prompt, str) else Work(prompt, params) for prompt in prompts],
-        message.deadline,
         lambda id_, _, completion: checked_completion(id_, completion, message.max_tokens, info),
         wire.TeacherGenerateReply,
     )
@@ -106,10 +103,10 @@ def read_generate(body: bytes, info: EngineInfo, end_ids: set[int]) -> Call:
 def check_score(request: wire.ScoreRequest, info: EngineInfo) -> None:
     """Raise BadRequest for what no sequence of the request could be scored with."""
     want = request.want
-    _check_common("sequences", request.sequences, request.deadline, want.temperature)
+    _check_common("sequences", request.sequences, want.temperature)
     gather = any(sequence.gather_ids is not None for sequence in request.sequences)
-    needed = {"topk": want.topk, "hidden": want.hidden, "prompt": want.prompt, "gather": gather}
-    _check_can({**needed, "temperature": want.temperature != 1.0}, info)
+    warmer = want.temperature != 1.0
+    _check_can({"topk": want.topk, "hidden": want.hidden, "gather": gather, "temperature": warmer}, info)
     limit = min(info.max_topk, info.vocab_size)
     if not 0 <= want.topk <= limit:
         raise BadRequest(
@@ -117,11 +114,9 @@ def check_score(request: wire.ScoreRequest, info: EngineInfo) -> None:
         )
 
 
-def _check_common(what: str, parts: list[Any], deadline: float | None, temperature: float) -> None:
+def _check_common(what: str, parts: list[Any], temperature: float) -> None:
     if not parts:
         raise BadRequest(f"the request has no {what}: send at least one")
-    if deadline is not None and not 0 < deadline < math.inf:
-        raise BadRequest(f"deadline is {deadline}: send seconds > 0, or none")
     if not COLDEST <= temperature < math.inf:
         raise BadRequest(
             f"temperature is {temperature}, it must be >= {COLDEST}: send 1 for the teacher's own"
@@ -145,7 +140,7 @@ def check_reply_size(items: list[Item], want: Want, info: EngineInfo, limit_byte
         raise TooLarge(f"the answer would take {size} bytes, the limit is {limit_bytes}: send fewer at once")
 
 
-def admit(sequence: wire.ScoreSequence, want: Want, info: EngineInfo) -> Item | str:
+def admit(sequence: wire.ScoreSequence, info: EngineInfo) -> Item | str:
     """The item to score, or why this sequence cannot be scored (value, rule, remedy)."""
     ids = _ids(sequence.token_ids, "token", 1, info.vocab_size)
     if isinstance(ids, str):
@@ -155,16 +150,15 @@ def admit(sequence: wire.ScoreSequence, want: Want, info: EngineInfo) -> Item | 
         return f"{length} tokens, this teacher takes 2 to {info.max_length}: cut the sequence or drop it"
     if not 1 <= sequence.start < length:
         return f"start is {sequence.start}, the first completion token must be in 1 … {length - 1}"
-    first = 1 if want.prompt else sequence.start
     if sequence.gather_ids is None:
-        return Item(ids, first)
+        return Item(ids, sequence.start)
     gather = _ids(sequence.gather_ids, "gather", 2, info.vocab_size, low=-1)
     if isinstance(gather, str):
         return gather
-    if len(gather) != length - first:
-        shape, expected = list(gather.shape), f"[{length - first}, K >= 1]"
+    if len(gather) != length - sequence.start:
+        shape, expected = list(gather.shape), f"[{length - sequence.start}, K >= 1]"
         return f"gather_ids has shape {shape}, expected {expected}: one row per position"
-    return Item(ids, first, gather)
+    return Item(ids, sequence.start, gather)
 
 
 def admit_prompt(prompt: wire.TeacherPrompt, max_tokens: int, info: EngineInfo) -> EnginePrompt | str:

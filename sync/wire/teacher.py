@@ -19,8 +19,6 @@ class Want(msgspec.Struct, frozen=True):
     """Entropy of the distribution, where the engine can compute it; a diagnostic, in no loss."""
     hidden: bool = False
     """Last hidden states after the final norm, for exact objectives with `Head`."""
-    prompt: bool = False
-    """Score prompt positions too, from the second token on (T then counts them)."""
     temperature: float = 1.0
     """Temperature of the distribution that every score but the hidden states belongs to."""
     keep: bool = False
@@ -56,8 +54,6 @@ class ScoreRequest(Message, frozen=True):
 
     sequences: list[ScoreSequence]
     want: Want = Want()
-    deadline: float | None = None
-    """Seconds from arrival after which the caller has given up; None: no deadline."""
 
 
 DIGEST_BYTES: Final = 16
@@ -164,8 +160,6 @@ class TeacherGenerateRequest(Message, frozen=True):
     temperature: float = 1.0
     stop_token_ids: list[int] = []
     """Ids that end a completion besides the teacher's own EOS; the ending id is part of the completion."""
-    deadline: float | None = None
-    """Seconds from arrival after which the caller has given up; None: no deadline."""
 
 
 class TeacherCompletion(msgspec.Struct, frozen=True, tag=True):
@@ -209,7 +203,7 @@ class TeacherInfo(Message, frozen=True):
     fingerprint: str
     """BLAKE3 hex over model, revision, dtype and samples of its files: every answer names it in a header."""
     can: list[str]
-    """What it can, of: topk, gather, entropy, hidden, prompt, generate, temperature (other than 1)."""
+    """What it can, of: topk, gather, entropy, hidden, generate, temperature (other than 1)."""
 
 
 class Head(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""The queue before an engine: budgets, bounds, deadlines, and who fails with whom."""
+"""The queue before an engine: budgets, bounds, and who fails with whom."""
 
 from __future__ import annotations
 

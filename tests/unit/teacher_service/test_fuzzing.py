@@ -45,7 +45,6 @@ def changed(**change: object) -> Call:
         ({"temperature": float("nan")}, "temperature is nan, it must be >= 0.001"),
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"stop_token_ids": [V]}, "stop id 11 is outside the vocabulary of"),
-        ({"deadline": float("nan")}, "deadline is nan"),
     ],
 )
 def test_a_request_to_generate_that_cannot_be_served_is_refused_as_a_whole(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from sync.wire import Array, ScoreRequest, ScoreSequence, Want, pack
 from teacher_service.engines.base import EngineInfo, Item
 from teacher_service.messages import BadRequest, admit, check_reply_size, check_score, model_fingerprint
 
-INFO = EngineInfo("m", "float32", "table", 10, 4, 8, ("topk", "gather", "entropy", "hidden", "prompt"))
+INFO = EngineInfo("m", "float32", "table", 10, 4, 8, ("topk", "gather", "entropy", "hidden"))
 SAMPLED_ONLY = EngineInfo("m", "float32", "openai", 10, 0, 8, (), max_topk=0)
 GOOD = ScoreSequence("a", pack(np.array([1, 2, 3, 4], np.int32)), 2)
 
@@ -29,10 +28,9 @@ def ids(*values: int) -> Array:
     return pack(np.array(values, np.int32))
 
 
-def test_a_good_sequence_keeps_its_ids_and_is_scored_from_its_start_or_its_second_token_on() -> None:
-    for prompt, first in ((False, 2), (True, 1)):
-        item = admit(GOOD, Want(prompt=prompt), INFO)
-        assert (item.token_ids_L.tolist(), item.first, item.positions) == ([1, 2, 3, 4], first, 4 - first)
+def test_a_good_sequence_keeps_its_ids_and_is_scored_from_its_start_on() -> None:
+    item = admit(GOOD, INFO)
+    assert (item.token_ids_L.tolist(), item.first, item.positions) == ([1, 2, 3, 4], 2, 2)
     check_score(ScoreRequest(sequences=[GOOD]), SAMPLED_ONLY)
 
 
@@ -59,7 +57,7 @@ def test_a_good_sequence_keeps_its_ids_and_is_scored_from_its_start_or_its_secon
     ],
 )
 def test_a_bad_sequence_is_refused_with_its_value_and_rule(sequence: ScoreSequence, says: str) -> None:
-    assert says in admit(sequence, Want(), INFO)
+    assert says in admit(sequence, INFO)
 
 
 @pytest.mark.parametrize(
@@ -68,12 +66,8 @@ def test_a_bad_sequence_is_refused_with_its_value_and_rule(sequence: ScoreSequen
         (ScoreRequest(sequences=[]), INFO, "no sequences"),
         (ScoreRequest(sequences=[GOOD], want=Want(topk=11)), INFO, "topk is 11, this teacher gives 0 to 10"),
         (ScoreRequest(sequences=[GOOD], want=Want(topk=-1)), INFO, "topk is -1"),
-        (ScoreRequest(sequences=[GOOD], deadline=0.0), INFO, "deadline is 0"),
-        (ScoreRequest(sequences=[GOOD], deadline=math.nan), INFO, "deadline is nan"),
-        (ScoreRequest(sequences=[GOOD], deadline=math.inf), INFO, "deadline is inf"),
         (ScoreRequest(sequences=[GOOD], want=Want(topk=1)), SAMPLED_ONLY, "cannot give 'topk'"),
         (ScoreRequest(sequences=[GOOD], want=Want(hidden=True)), SAMPLED_ONLY, "cannot give 'hidden'"),
-        (ScoreRequest(sequences=[GOOD], want=Want(prompt=True)), SAMPLED_ONLY, "cannot give 'prompt'"),
         (ScoreRequest(sequences=[changed(gather_ids=ids(1))]), SAMPLED_ONLY, "cannot give 'gather'"),
         (ScoreRequest(sequences=[GOOD], want=Want(temperature=0.7)), INFO, "cannot give 'temperature'"),
         (ScoreRequest(sequences=[GOOD], want=Want(temperature=0.0)), INFO, "is 0.0, it must be >= 0.001"),

@@ -280,7 +280,7 @@ def test_every_second_version_is_taken_over_or_another_lineages_at_once_and_the_
             assert score(engine) == score(TableEngine(random_table(11, seed=held or 0)))
         assert (loads.folders, loads.closed) == ([None, "2", "4", "3"], 3)
         assert engine.head() is None
-        assert engine.engine_info.can == ("topk", "gather", "entropy", "prompt", "generate", "temperature")
+        assert engine.engine_info.can == ("topk", "gather", "entropy", "generate", "temperature")
     assert loads.closed == 4
 
 

@@ -120,7 +120,7 @@ def test_bfloat16_states_arrive_as_their_bits() -> None:
 
 def test_what_a_teacher_gives_follows_from_the_servers_it_has() -> None:
     info = connected(Server()).engine_info
-    assert info.can == ("topk", "gather", "entropy", "hidden", "prompt", "temperature")
+    assert info.can == ("topk", "gather", "entropy", "hidden", "temperature")
     assert (info.vocab_size, info.hidden_size, info.max_length, info.dtype) == (V, V, 32, "float32")
     assert "generate" in connected(Server(), Server()).engine_info.can
 
