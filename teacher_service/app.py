@@ -117,7 +117,7 @@ class TeacherService:
             call = await asyncio.to_thread(read, body)  # it may be long, and others are answered meanwhile
             work = [item for item in call.admitted if isinstance(item, Work)]
             with self._batcher.submit(work) as outcomes:
-                answers = asyncio.gather(*outcomes)
+                answers = asyncio.gather(*outcomes, return_exceptions=True)  # else asyncio logs their end
                 left = asyncio.ensure_future(request.receive())  # the body is read: it can only disconnect
                 try:
                     await asyncio.wait({answers, left}, return_when=asyncio.FIRST_COMPLETED)
@@ -125,7 +125,7 @@ class TeacherService:
                     left.cancel()
                 if not answers.done():
                     return refuse(408, "the request was dropped: its caller left")
-                return await asyncio.to_thread(self._reply, call, answers.result())
+                return await asyncio.to_thread(self._reply, call, [outcome.result() for outcome in outcomes])
 
     def _reply(self, call: Call, outcomes: Sequence[Outcome]) -> Response:
         """A result for each id, from the outcomes of its work. Raises what the engine met with all of it."""

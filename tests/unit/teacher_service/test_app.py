@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -85,7 +86,9 @@ async def test_a_body_that_is_too_long_is_refused_with_the_reason_while_it_is_se
                 await peer.once("/v1/score", bytes(32 << 20), 60)
 
 
-async def test_work_of_a_caller_that_left_is_not_done() -> None:
+async def test_work_of_a_caller_that_left_is_not_done_and_nothing_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine, asked = GatedEngine(TABLE, 64), sequence([1, 2])
     async with serving(engine) as url, Peer(url) as peer:
         first = await busy(peer, engine, asked)
@@ -97,6 +100,8 @@ async def test_work_of_a_caller_that_left_is_not_done() -> None:
         await first
         await score(peer, asked)
     assert engine.sequences == 2
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_an_engine_that_does_not_come_back_is_told_at_health(monkeypatch: pytest.MonkeyPatch) -> None:
