@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -117,13 +117,15 @@ class TeacherService:
             call = await asyncio.to_thread(read, body)  # it may be long, and others are answered meanwhile
             work = [item for item in call.admitted if isinstance(item, Work)]
             with self._batcher.submit(work) as outcomes:
-                answers = asyncio.gather(*outcomes, return_exceptions=True)  # else asyncio logs their end
-                left = asyncio.ensure_future(request.receive())  # the body is read: it can only disconnect
+                waits: list[asyncio.Future[Any]] = [
+                    asyncio.gather(*outcomes, return_exceptions=True),  # else asyncio logs their end
+                    asyncio.ensure_future(request.receive()),  # the body is read: it can only disconnect
+                ]
                 try:
-                    await asyncio.wait({answers, left}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    left.cancel()
-                if not answers.done():
+                    waits[1].cancel()
+                if not waits[0].done():
                     return refuse(408, "the request was dropped: its caller left")
                 return await asyncio.to_thread(self._reply, call, [outcome.result() for outcome in outcomes])
 

@@ -59,8 +59,8 @@ class KeptScores:
     ) -> None:
         """`folder`: for this process alone, cleared of what an earlier one left. None: a temporary one."""
         self._boot, self._count = secrets.token_hex(8), 0
-        self._folder = folder
-        for path in folder.glob(f"*{_SUFFIX}") if folder else ():
+        self._folder = folder or Path(tempfile.gettempdir(), f"distill-scores-{secrets.token_hex(8)}")
+        for path in self._folder.glob(f"*{_SUFFIX}"):
             path.unlink(missing_ok=True)
         self._limits = {"memory": memory_bytes, "disk": disk_bytes}
         self._sizes = {"memory": 0, "disk": 0}
@@ -117,11 +117,9 @@ class KeptScores:
         """Forget everything and remove the folder."""
         self.release([*self._memory, *self._disk])
         with suppress(OSError):  # it was never made, or holds what is not ours
-            if self._folder is not None:
-                self._folder.rmdir()
+            self._folder.rmdir()
 
     def _path(self, key: str) -> Path:
-        assert self._folder is not None, "a spill has made it"
         return self._folder / f"{key}{_SUFFIX}"
 
     def _spill(self, key: str, parts: list[bytes]) -> None:
@@ -131,8 +129,6 @@ class KeptScores:
         self._disk[key] = size
         self._sizes["disk"] += size
         try:
-            if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="distill-scores-"))
             self._folder.mkdir(0o700, parents=True, exist_ok=True)
             if shutil.disk_usage(self._folder).free < FREE_BYTES + size:
                 raise OSError(f"{self._folder} has less than {FREE_BYTES >> 30} GiB free")
@@ -153,5 +149,4 @@ class KeptScores:
     def _unlink(self, key: str, size: int) -> None:
         self._sizes["disk"] -= size
         with suppress(OSError):  # it may never have been written
-            if self._folder is not None:
-                self._path(key).unlink()
+            self._path(key).unlink()

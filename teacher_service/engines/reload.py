@@ -287,8 +287,14 @@ class GpuSlot:
     def _free(self, requests: set[Path]) -> tuple[Path, int] | None:
         """A slot that nobody holds nor another process requested, and the descriptor that now holds it."""
         for path in self._paths:
-            of_another = _request(path).exists() and _request(path) not in requests
-            if not of_another and (descriptor := _lock(path)) is not None:
+            if _request(path).exists() and _request(path) not in requests:
+                continue
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(descriptor)
+            else:
                 return path, descriptor
         return None
 
@@ -316,14 +322,3 @@ def _last_use(path: Path) -> int:
     """Number of a slot's last use, greater for a later one; independent of any clock."""
     text = path.read_bytes() if path.exists() else b""
     return int(text) if text.strip().isdigit() else 0
-
-
-def _lock(path: Path) -> int | None:
-    """Descriptor that holds the file's lock; None: another process holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor

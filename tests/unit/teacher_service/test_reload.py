@@ -176,16 +176,15 @@ def test_a_slot_that_was_given_up_goes_to_whoever_requested_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a teacher with work to do takes it again at once, and loads its model for nothing."""
-    slot, path = slot_in(tmp_path), tmp_path / "slot-0"
+    slot, other, request = slot_in(tmp_path), slot_in(tmp_path), tmp_path / "slot-0.wanted"
     slot.take()
-    (tmp_path / "slot-0.wanted").touch()
-    held: list[int] = []
+    request.touch()
 
     def meanwhile(_: float) -> None:
-        if held:
-            os.close(held.pop())
-        elif (descriptor := reload._lock(path)) is not None:
-            held.append(descriptor)
+        if other._taken:
+            other.leave()
+        elif free := other._free({request}):
+            other._taken = free
             turns.append("whoever requested it")
 
     turns: list[str] = []
