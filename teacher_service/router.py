@@ -63,13 +63,9 @@ def load_transforms(teachers: Mapping[str, TeacherConfig]) -> dict[str, Callable
 
     A transform raises DataError for a prompt that the user's function gives no token ids for.
     """
+    remedy = "return the token ids that it is to see"
     return {
-        name: _named(
-            teacher.prompt_transform,
-            f"teachers.{name}.prompt_transform",
-            _token_ids,
-            "return the token ids that it is to see",
-        )
+        name: _named(teacher.prompt_transform, f"teachers.{name}.prompt_transform", _token_ids, remedy)
         for name, teacher in teachers.items()
         if teacher.prompt_transform is not None
     }

@@ -16,8 +16,8 @@ WAIT_SECONDS: Final = 900.0
 
 def check_reachable(name: str, revision: str | None, kind: Literal["model", "dataset"]) -> None:
     """Wait while the Hub says when to come back for an id of which nothing is in the cache. Raises
-    ConfigError when it cannot be reached, or asks for more than WAIT_SECONDS in all. Any other answer is read
-    by whoever loads the id."""
+    ConfigError when it cannot be reached, or asks for more than WAIT_SECONDS. Whoever loads the id reads any
+    other answer."""
     import httpx2
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

@@ -20,8 +20,7 @@ log = logging.getLogger(__name__)
 
 class JsonLines:
     """Appends one JSON value a line; a last line that a crash tore is removed. Not finite floats become null.
-    What a full disk refuses is kept and written with the next line; what it still refuses at the end is
-    lost."""
+    What a full disk refuses is kept and written with the next line; at the end it is lost."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._pending = path, b""

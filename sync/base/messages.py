@@ -38,9 +38,7 @@ def content_text(content: Any) -> str:
         raise DataError(f"a message's content is {content!r:.80}: give a text, or a list of text parts")
     texts = []
     for part in content:
-        kept = (
-            {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
-        )
+        kept = _without_null(part) if isinstance(part, dict) else {}
         text = part if isinstance(part, str) else kept.get("text")
         if not isinstance(text, str) or kept.get("type", "text") != "text":
             raise DataError(

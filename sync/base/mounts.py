@@ -15,8 +15,7 @@ _NETWORK: Final = re.compile(
 
 
 def network_mount(folder: Path) -> str | None:
-    """Type and place of the network file system that a folder, which need not exist yet, is on; None: on a
-    local one."""
+    """Type and place of the network file system that a folder, which may not exist yet, is on; None: none."""
     path = folder.resolve()
     mounts = [line.split() for line in MOUNTS.read_text().splitlines()] if MOUNTS.exists() else []
     holds = [(Path(re.sub(r"\\040", " ", mount[1])), mount[2]) for mount in mounts]

@@ -17,6 +17,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
@@ -115,30 +116,26 @@ def redact_process() -> None:
     if words != sys.argv:
         sys.argv[:] = words
         setproctitle(" ".join([sys.executable, *words]))
-    if not isinstance(logging.getLogRecordFactory(), _Redacted):
-        logging.setLogRecordFactory(_Redacted(logging.getLogRecordFactory()))
+    make = logging.getLogRecordFactory()
+    if getattr(make, "func", None) is not _redacted:
+        logging.setLogRecordFactory(partial(_redacted, make))
         sys.excepthook = lambda *error: sys.stderr.write(redact("".join(traceback.format_exception(*error))))
 
 
-class _Redacted:
-    """Makes log records whose text passed `redact`."""
-
-    def __init__(self, make: Any) -> None:
-        self._make = make
-
-    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
-        record: logging.LogRecord = self._make(*args, **kwargs)
-        if isinstance(record.args, tuple):  # one by one: some formatters want their number
-            record.args = tuple(a if redact(str(a)) == str(a) else redact(str(a)) for a in record.args)
-        try:
-            text = record.getMessage()
-        except (TypeError, ValueError):  # logging reports a wrong number of arguments itself
-            return record
-        if redact(text) != text:
-            record.msg, record.args = redact(text), ()
-        if record.exc_info and record.exc_info[0]:
-            record.exc_text = redact("".join(traceback.format_exception(*record.exc_info))).rstrip("\n")
+def _redacted(make: Any, *args: Any, **kwargs: Any) -> logging.LogRecord:
+    """What `make` makes, a log record, with its text passed through `redact`."""
+    record: logging.LogRecord = make(*args, **kwargs)
+    if isinstance(record.args, tuple):  # one by one: some formatters want their number
+        record.args = tuple(a if redact(str(a)) == str(a) else redact(str(a)) for a in record.args)
+    try:
+        text = record.getMessage()
+    except (TypeError, ValueError):  # logging reports a wrong number of arguments itself
         return record
+    if redact(text) != text:
+        record.msg, record.args = redact(text), ()
+    if record.exc_info and record.exc_info[0]:
+        record.exc_text = redact("".join(traceback.format_exception(*record.exc_info))).rstrip("\n")
+    return record
 
 
 def _hide(value: Any, place: str, places: dict[str, Any], free: bool = False, named: bool = False) -> Any:

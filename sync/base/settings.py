@@ -276,8 +276,7 @@ class ReplicaConfig(Settings):
     mirror: Path
     """Folder of this replica's local mirror, on a local disk; no other replica may use it."""
     staging_bytes: int | None = Field(None, ge=0)
-    """Most host memory in which a worker stages a version; what takes more is loaded inside the pause. None:
-    no limit."""
+    """Most host memory in which a worker stages a version; more is loaded in the pause. None: no limit."""
     lora_rank: int | None = Field(None, ge=1)
     """Rank of the adapters that this replica follows; None: it follows whole checkpoints."""
     routes: bool = False

@@ -45,21 +45,16 @@ def load_tokenizer(source: ModelSource) -> Any:
             source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
         )
     except Exception as error:  # of its files, in the words of several libraries
-        remedy = (
-            "save one beside the model"
-            if path.is_dir()
-            else "it is no folder here; correct `path` or `revision`, or log in to the Hub (HF_TOKEN)"
-        )
+        remedy = "it is no folder here; correct `path` or `revision`, or log in to the Hub (HF_TOKEN)"
+        remedy = "save one beside the model" if path.is_dir() else remedy
         raise ConfigError(f"the tokenizer of {source.path!r} cannot be loaded: {remedy}. {error}") from error
     if source.chat_template is not None:
         try:
             file = Path(source.chat_template)
-            other = file.is_dir() or not (file.is_file() or file.suffix)  # a model, whose template it is
-            tokenizer.chat_template = (
-                load_tokenizer(ModelSource(path=str(file))).chat_template
-                if other
-                else _template(file.read_text("utf-8"), str(file))
-            )
+            if file.is_dir() or not (file.is_file() or file.suffix):  # a model, whose template it is
+                tokenizer.chat_template = load_tokenizer(ModelSource(path=str(file))).chat_template
+            else:
+                tokenizer.chat_template = _template(file.read_text("utf-8"), str(file))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template {source.chat_template!r} cannot be read: {error}") from error
     elif isinstance(text := tokenizer.chat_template, str) and text:
@@ -132,15 +127,10 @@ def rendered(tokenizer: Any, variables: Mapping[str, Any] = {}) -> list[str]:
     whole = [system, user, {"role": "assistant", "content": "B."}, {"role": "user", "content": "C?"}]
     from jinja2 import TemplateError
 
-    texts = []
+    texts, how = [], {"tokenize": False, "add_generation_prompt": True, "strftime_now": _DAY.strftime}
     for messages in ([user], whole):
         try:
-            text = tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=True,
-                **{"strftime_now": _DAY.strftime, **variables},
-            )
+            text = tokenizer.apply_chat_template(messages, **{**how, **variables})
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             text = f"refused: {type(error).__name__}"
         texts.append(str(text))
@@ -155,8 +145,7 @@ CONTENT: Final = "\u2603answer\u2603"
 
 
 def end_ids(source: ModelSource, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> list[int]:
-    """Ids at which the model ends a completion: its tokenizer's, those of its generation config, and those at
-    which a run stops it."""
+    """Ids that end a completion: of the model's tokenizer, of its generation config, and `stop_token_ids`."""
     listed = _listed_ends(source.path, source.revision)
     return sorted({*stop_token_ids} | ({tokenizer.eos_token_id} - {None}) | listed)
 

@@ -41,8 +41,7 @@ class Claim:
         return {} if self.run is None else {RUN_HEADER: msgspec.json.encode(self.run).decode()}
 
     def admit(self, asking: RunIdentity | None, claims: bool) -> None:
-        """Check a request against the run that is served; `claims`: it changes or uses that run's state.
-        Raises WrongServer."""
+        """Raise WrongServer for a request of another run; `claims`: it changes or uses the run's state."""
         if asking is None:
             if claims and self.run_id is not None:
                 raise WrongServer(f"it serves {self.run} and the request names no run: {REMEDY}")

@@ -71,8 +71,7 @@ async def _read(
     response: aiohttp.ClientResponse, limit: asyncio.Timeout, max_bytes: int, gone: Collection[int] = ()
 ) -> memoryview:
     """The content of a 200, no copy, before `limit`, which grows with it (SLOWEST). Raises RemoteError for an
-    answer that announces or has more than `max_bytes`, and what any other status means: Unreachable for those
-    of `gone`."""
+    answer that announces or has more than `max_bytes`; for another status its error (`gone`: Unreachable)."""
     url, status, content, ends = response.url, response.status, bytearray(), limit.when()
     longest = max_bytes if status == 200 else MAX_REFUSAL
 
@@ -227,8 +226,7 @@ class Peer:
         max_bytes: int = MAX_SMALL,
         try_seconds: float = math.inf,
     ) -> M:
-        """POST `body` (GET when None) and decode the answer, of up to `max_bytes`, as `kind`. `try_seconds`:
-        limit of one try."""
+        """POST `body` (GET when None) and decode the answer of up to `max_bytes`; a try has `try_seconds`."""
         limit = timeout or self.timeout
         deadline, content = time.monotonic() + limit, None if body is None else encode(body)
 
@@ -257,8 +255,7 @@ class Peer:
     ) -> memoryview:
         """POST an encoded body (GET when None), a single time: for callers that retry elsewhere. Raises
         Unreachable (no connection, no answer in `timeout` seconds, a status of `gone`), Overloaded,
-        RemoteError. None: no limit once it is connected. `model`: of this answer, in the place of the
-        client's."""
+        RemoteError. None: no limit once it is connected. `model`: of this answer, else the client's."""
         try:
             async with self._open(path, body, self._claim.headers(), timeout) as (response, limit):
                 self._check(response, model or self.model)

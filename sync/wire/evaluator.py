@@ -110,8 +110,7 @@ class EvalReport(Message, frozen=True):
     where the teacher gives hidden states, else the mean of log p − log q. Rounding and sampling may take it
     below 0. None: there is no teacher."""
     pass_rate: Share | None
-    """Share of held-out completions whose reward is at least the threshold of their prompts; None: the run
-    has no reward function."""
+    """Share of held-out completions whose reward reaches the threshold of their prompts; None: no reward."""
     completions: Count
     tokens: Count
     truncated: Share
@@ -158,8 +157,7 @@ class ReferenceScores(msgspec.Struct, frozen=True):
     self_gradient: float | None
     """Norm of the gradient in the logits, per token, of the same."""
     teacher_gradient: float | None
-    """Norm of how much that gradient changes when the teacher takes its place; None also: its distributions
-    are not known."""
+    """Norm of its change when the teacher takes its place; None also: its distributions are not known."""
 
 
 class ProbeReply(Message, frozen=True):

@@ -67,8 +67,7 @@ class OutputHead:
     def of(
         cls, message: Head, device: torch.device, vocab: int | None = None, temperature: float = 1.0
     ) -> OutputHead:
-        """Inverse of `message`, placed on `device`, with logits at `temperature`. `vocab`: of so many ids;
-        None: of all rows."""
+        """Inverse of `message`, on `device`, with logits of `vocab` ids (None: all) at `temperature`."""
         weight_VH = tensor_of(message.weight)
         bias_V = None if message.bias is None else tensor_of(message.bias)
         shape = HeadShape(vocab or len(weight_VH), message.scale, message.soft_cap, temperature)

@@ -65,8 +65,7 @@ class Routing(NamedTuple):
 
 
 MASK_TIES: Final = 32
-"""Ids beyond `Sampling.top_k` that a mask may have: several may share the least logit that is left, which in
-bf16 are often a few."""
+"""Ids beyond `Sampling.top_k` that a mask may have: in bf16 a few often share the least logit left."""
 
 
 class SamplingMask(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -261,8 +260,7 @@ class EpisodeContinue(Message, frozen=True):
 
 
 class EpisodeEnd(Message, frozen=True):
-    """These episodes are given up. Client → environment; answered with Ok. Ids that are not under way are
-    ignored."""
+    """These episodes are given up, as far as they are under way. Client → environment; answered with Ok."""
 
     ids: list[str]
 

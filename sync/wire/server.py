@@ -71,8 +71,8 @@ def stray(scope: Scope) -> str | None:
 
 class Gate:
     """ASGI middleware: lets through what is meant for this server (else 403, see `stray`), holds its token
-    (else 401; /health needs none) and comes from the run that it serves (else 421). Answers name that run,
-    the role and the model."""
+    (else 401; /health needs none) and comes from the run that it serves (else 421). Answers name run, role
+    and model."""
 
     def __init__(
         self,
@@ -84,8 +84,7 @@ class Gate:
         role: Role | None = None,
     ) -> None:
         """`token`: None: of the environment; "": everybody may ask. `claim`: None for a server that may serve
-        many runs; a request to a path of `claiming` claims one that no run has claimed. `model`: what it
-        scores with, if it does."""
+        many runs; a request to a path of `claiming` claims one that no run has. `model`: of a teacher."""
         self.app = app
         self._token = token if token is not None else token_from_environment()
         self._claim, self._claiming = claim, claiming
@@ -305,8 +304,7 @@ def hold_port(host: str, port: int) -> socket.socket:
 
 
 def join_port(host: str, port: int) -> socket.socket:
-    """A socket to listen with, on a port that a launcher may hold. Raises ConfigError when another server
-    listens there."""
+    """A socket to listen with, on a port that a launcher may hold. ConfigError: a server has it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     joined = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):

@@ -125,8 +125,7 @@ class ScoreRefused(msgspec.Struct, frozen=True, tag=True):
     """The engine's answer could not be used: the engine is at fault, not the sequence. False: the sequence
     cannot be served, or the engine fails on it alone."""
     no_text: bool = False
-    """The caller's client found that the teacher's tokenizer cannot write the completion: no server was
-    asked."""
+    """No server was asked: the caller's client found that the teacher's tokenizer cannot write it."""
 
 
 class ScoreReply(Message, frozen=True):

@@ -100,8 +100,7 @@ class Rows(msgspec.Struct, frozen=True):
     teacher_prompts: list[Array | None] | None = None
     """R, i4 [P'] each: what the teacher of a kept row saw in the prompt's place; None: the prompt itself"""
     own: Array | None = None
-    """u1 [C]: 1 where the student sampled the token, 0 where an environment wrote it, which is in no loss;
-    None: 1 everywhere"""
+    """u1 [C]: 1 where the student sampled the token, 0 where an environment wrote it: no loss; None: all 1"""
     mask: SamplingMask | None = None
     """Mask of the C tokens; None: all were sampled from the whole vocabulary"""
     routes: Array | None = None
@@ -245,8 +244,7 @@ class ServerRegisters(Message, frozen=True):
     """Where it answers; of one of the trainer's machines: its address, with a free port for ranks to meet.
     None: it is starting, and asks whether it would be registered."""
     name: str | None = None
-    """Its name, such as "student-0" or "teacher-main-1", "trainer-1" of the trainer's machine 1; None: the
-    next free "student-N"."""
+    """Such as "teacher-main-1", or "trainer-1" of the trainer's machine 1; None: the next "student-N"."""
     boot: str | None = None
     """Random, made by every start of a process. While another one has the name this is refused with 429, and
     with 410 once that one has shown that it lives, or this one had the name and lost it. None: nobody renews
@@ -267,8 +265,7 @@ class ServerLease(Message, frozen=True):
 
 
 class ServerLeaves(Message, frozen=True):
-    """Role's process, or people → controller: it serves no more, or its ranks ended well; answered with the
-    Servers that remain."""
+    """Role's process, or people → controller: it serves no more, or its ranks ended well. Answer: Servers."""
 
     name: str
     boot: str | None = None

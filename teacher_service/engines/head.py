@@ -152,8 +152,7 @@ def score_items(
 def _scores_of(
     logits_cV: torch.Tensor, targets_c: torch.Tensor, gather_cK: torch.Tensor | None, options: ScoreOptions
 ) -> dict[str, torch.Tensor]:
-    """Scores of one chunk but hidden states, by names of `EngineScores`, from its float32 logits, which are
-    overwritten."""
+    """Scores of a chunk but hidden states, by names of `EngineScores`; overwrites its float32 logits."""
     norm_c = log_sum_exp(logits_cV)
     scores = {"logprob_C": logits_cV.gather(1, targets_c[:, None])[:, 0] - norm_c}
     if options.topk:

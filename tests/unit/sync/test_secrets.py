@@ -151,6 +151,6 @@ def test_a_process_shows_no_secret_in_logs_tracebacks_and_command_line(tmp_path:
 
 
 def test_records_keep_the_arguments_that_formatters_want() -> None:
-    make = secrets._Redacted(logging.LogRecord)
-    record = make("uvicorn.access", 20, "p", 1, '%s - "%s" %d', ("1.2.3.4", "/?api_key=abc", 200), None)
+    said = "uvicorn.access", 20, "p", 1, '%s - "%s" %d', ("1.2.3.4", "/?api_key=abc", 200), None
+    record = secrets._redacted(logging.LogRecord, *said)
     assert record.args == ("1.2.3.4", f"/?api_key={HIDDEN}", 200)
