@@ -6,7 +6,6 @@ as ScoreRefused, and the others go on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,8 +24,6 @@ from teacher_service.batching import Work, split
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineInfo, EnginePrompt, EngineScores, Item, ScoreOptions
 
-COLDEST: Final = 1e-3
-"""Least temperature: far below, logits that are divided by it are beyond float32."""
 FRAME_BYTES: Final = 1 << 22
 HalfOrSingle = Literal["f2", "f4"]
 """Wire type of top-k and gathered log-probabilities."""
@@ -82,8 +79,7 @@ def read_generate(body: bytes, info: EngineInfo, end_ids: set[int]) -> Call:
     """
     message = wire.decode(body, wire.TeacherGenerateRequest)
     _check_can({"generate": True, "temperature": message.temperature != 1.0}, info)
-    _check_common("prompts", message.prompts, message.temperature)
-    if not 1 <= message.max_tokens < info.max_length:
+    if message.max_tokens >= info.max_length:
         raise BadRequest(f"max_tokens is {message.max_tokens}, this teacher takes 1 to {info.max_length - 1}")
     if outside := [token for token in message.stop_token_ids if not 0 <= token < info.vocab_size]:
         raise BadRequest(
@@ -103,23 +99,13 @@ def read_generate(body: bytes, info: EngineInfo, end_ids: set[int]) -> Call:
 def check_score(request: wire.ScoreRequest, info: EngineInfo) -> None:
     """Raise BadRequest for what no sequence of the request could be scored with."""
     want = request.want
-    _check_common("sequences", request.sequences, want.temperature)
     gather = any(sequence.gather_ids is not None for sequence in request.sequences)
     warmer = want.temperature != 1.0
     _check_can({"topk": want.topk, "hidden": want.hidden, "gather": gather, "temperature": warmer}, info)
     limit = min(info.max_topk, info.vocab_size)
-    if not 0 <= want.topk <= limit:
+    if want.topk > limit:
         raise BadRequest(
             f"topk is {want.topk}, this teacher gives 0 to {limit}: ask for fewer, or for hidden states"
-        )
-
-
-def _check_common(what: str, parts: list[Any], temperature: float) -> None:
-    if not parts:
-        raise BadRequest(f"the request has no {what}: send at least one")
-    if not COLDEST <= temperature < math.inf:
-        raise BadRequest(
-            f"temperature is {temperature}, it must be >= {COLDEST}: send 1 for the teacher's own"
         )
 
 
@@ -171,8 +157,6 @@ def admit_prompt(prompt: wire.TeacherPrompt, max_tokens: int, info: EngineInfo) 
             f"{len(ids)} prompt tokens and max_tokens = {max_tokens} pass this teacher's "
             f"{info.max_length}: cut the prompt, or ask for less"
         )
-    if not 0 <= prompt.seed < 1 << 32:
-        return f"seed is {prompt.seed}, it must be in 0 … 2^32 - 1: take the remainder"
     return EnginePrompt(ids, prompt.seed)
 
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import enum
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from sync.wire.base import Array, Count, Message
 
+Temperature = Annotated[float, msgspec.Meta(ge=1e-3, le=1e300)]
+"""Far below, logits that are divided by it are beyond float32."""
+
 
 class Want(msgspec.Struct, frozen=True):
     """What a teacher returns per position, besides the log-probability of the sampled token."""
 
-    topk: int = 0
+    topk: Count = 0
     """Ids and log-probabilities of the teacher's `topk` most likely tokens; 0: none."""
     entropy: bool = False
     """Entropy of the distribution, where the engine can compute it; a diagnostic, in no loss."""
     hidden: bool = False
     """Last hidden states after the final norm, for exact objectives with `Head`."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Temperature of the distribution that every score but the hidden states belongs to."""
     keep: bool = False
     """Answer with the log-probabilities of the tokens, and a reference to the rest (`Scored.kept`)."""
@@ -52,7 +55,7 @@ class ScoreSequence(msgspec.Struct, frozen=True):
 class ScoreRequest(Message, frozen=True):
     """Score these sequences. Controller or trainer rank → teacher; answered with ScoreReply."""
 
-    sequences: list[ScoreSequence]
+    sequences: Annotated[list[ScoreSequence], msgspec.Meta(min_length=1)]
     want: Want = Want()
 
 
@@ -147,16 +150,16 @@ class TeacherPrompt(msgspec.Struct, frozen=True):
     id: str
     token_ids: Array
     """i4 [P], P >= 1"""
-    seed: int
-    """0 … 2^32 - 1; the same seed and prompt give the same completion in any batch."""
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    """The same seed and prompt give the same completion in any batch."""
 
 
 class TeacherGenerateRequest(Message, frozen=True):
     """Complete every prompt by sampling from the teacher's whole vocabulary. Controller → teacher."""
 
-    prompts: list[TeacherPrompt]
-    max_tokens: int
-    temperature: float = 1.0
+    prompts: Annotated[list[TeacherPrompt], msgspec.Meta(min_length=1)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    temperature: Temperature = 1.0
     stop_token_ids: list[int] = []
     """Ids that end a completion besides the teacher's own EOS; the ending id is part of the completion."""
 

@@ -63,14 +63,11 @@ def test_a_bad_sequence_is_refused_with_its_value_and_rule(sequence: ScoreSequen
 @pytest.mark.parametrize(
     ("request_", "info", "says"),
     [
-        (ScoreRequest(sequences=[]), INFO, "no sequences"),
         (ScoreRequest(sequences=[GOOD], want=Want(topk=11)), INFO, "topk is 11, this teacher gives 0 to 10"),
-        (ScoreRequest(sequences=[GOOD], want=Want(topk=-1)), INFO, "topk is -1"),
         (ScoreRequest(sequences=[GOOD], want=Want(topk=1)), SAMPLED_ONLY, "cannot give 'topk'"),
         (ScoreRequest(sequences=[GOOD], want=Want(hidden=True)), SAMPLED_ONLY, "cannot give 'hidden'"),
         (ScoreRequest(sequences=[changed(gather_ids=ids(1))]), SAMPLED_ONLY, "cannot give 'gather'"),
         (ScoreRequest(sequences=[GOOD], want=Want(temperature=0.7)), INFO, "cannot give 'temperature'"),
-        (ScoreRequest(sequences=[GOOD], want=Want(temperature=0.0)), INFO, "is 0.0, it must be >= 0.001"),
     ],
 )
 def test_what_a_teacher_cannot_do_is_refused_as_a_whole(
