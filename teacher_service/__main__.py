@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -39,15 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, help="default: the configuration's, 0: any free one")
     parser.add_argument("--index", type=int, default=0, help="replica, chooses its port")
     options = parser.parse_args(arguments)
-
-    def work() -> None:
-        serve(read_settings(TeacherConfig, options.config), options)
-
-    return run_role(log, f"teacher {options.name}[{options.index}]", work)
+    return run_role(log, f"teacher {options.name}[{options.index}]", partial(serve, options))
 
 
-def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
+def serve(options: argparse.Namespace) -> None:
     """Load the engine and answer until SIGTERM or SIGINT."""
+    config = read_settings(TeacherConfig, options.config)
     host, index = options.host or config.host, options.index
     port = options.port if options.port is not None else config.port and config.port + index
     token = token_from_environment()

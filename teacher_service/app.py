@@ -71,7 +71,7 @@ class TeacherService:
         self._bodies = BodyLimit(limits.body_bytes, limits.bodies_bytes)
         memory, disk = (int(gib * GIB) for gib in (config.keep_memory_gib, config.keep_disk_gib))
         self._kept = KeptScores(config.keep_folder, memory, disk, self.metrics.registry)
-        facts, limit, keep = engine.engine_info, limits.reply_bytes, self._kept.put
+        facts, limit, keep = engine.engine_info, limits.bodies_bytes, self._kept.put
         score = partial(messages.read_score, info=facts, dtype=dtype, limit_bytes=limit, keep=keep)
         generate = partial(messages.read_generate, info=facts, end_ids={*end_ids})
         routes = [

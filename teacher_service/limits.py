@@ -2,7 +2,7 @@
 
 share        a quarter of this machine's: other processes run here too
 queue        share / (twice the scores of a token): as the engine gives them, and encoded
-one answer   share / 2            one request     share / 4           all requests   share / 2
+one request  share / 4           all requests, and one answer to several sequences   share / 2
 length       the model's own limit, as far as one sequence's scores fit into the share, and where the engine
              computes layer by layer its forward pass into what is left where the model is
 """
@@ -33,19 +33,17 @@ class Limits(NamedTuple):
     """Tokens of a sequence."""
     queue_tokens: int
     """Tokens queued or not yet answered."""
-    reply_bytes: int
-    """Size of one answer to several sequences."""
     body_bytes: int
     """Size of one request."""
     bodies_bytes: int
-    """Size of all requests that are being read or answered."""
+    """Size of all requests that are being read or answered, and of one answer to several sequences."""
 
     @property
     def line(self) -> str:
         """The limits in words."""
         return (
             f"takes sequences of {self.max_length:,} tokens, queues {self.queue_tokens:,} tokens, answers "
-            f"with {self.reply_bytes // MIB:,} MiB, reads {self.body_bytes // MIB:,} MiB a request and "
+            f"with {self.bodies_bytes // MIB:,} MiB, reads {self.body_bytes // MIB:,} MiB a request and "
             f"{self.bodies_bytes // MIB:,} MiB together"
         )
 
@@ -79,7 +77,7 @@ def limits(config: TeacherConfig, info: EngineInfo, host: int, devices: Sequence
             )
         length = limit // ROUND * ROUND
     queue = config.queue_tokens or max(length, share // fit)
-    return Limits(length, queue, max(share // 2, length * token_bytes(info)), share // 4, share // 2)
+    return Limits(length, queue, share // 4, share // 2)
 
 
 def device_memory() -> list[int]:

@@ -91,7 +91,7 @@ def read_generate(body: bytes, info: EngineInfo, end_ids: set[int]) -> Call:
     return Call(
         [prompt.id for prompt in message.prompts],
         [prompt if isinstance(prompt, str) else Work(prompt, params) for prompt in prompts],
-        lambda id_, _, completion: checked_completion(id_, completion, message.max_tokens, info),
+        completed,
         wire.TeacherGenerateReply,
     )
 
@@ -229,14 +229,11 @@ def scored(id_: str, scores: EngineScores, dtype: HalfOrSingle) -> Scored:
         )
 
 
-def checked_completion(
-    id_: str, completion: base.EngineCompletion, max_tokens: int, info: EngineInfo
-) -> TeacherCompletion | Problem:
-    """Wire form of one completion, or what is wrong with it."""
+def completed(id_: str, _: EnginePrompt, completion: base.EngineCompletion) -> TeacherCompletion:
+    """Wire form of one completion; whoever asked for it checks it."""
     reason: Literal["stop", "length"] = "stop" if completion.ended else "length"
     tokens, logprob = pack(completion.token_ids_T, "i4"), pack(completion.logprob_T, "f4")
-    answer = TeacherCompletion(id_, tokens, logprob, reason)
-    return checks.teacher_completion(answer, max_tokens, info.vocab_size) or answer
+    return TeacherCompletion(id_, tokens, logprob, reason)
 
 
 def describe(

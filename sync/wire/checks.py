@@ -1,7 +1,7 @@
 """What is wrong with an answer, before any of it is recorded. Pure: message → the first Problem, or None.
 
 The controller checks what replicas, teachers, the evaluator and the trainer send; the teacher service checks
-what its own engines return. What follows from the mathematics:
+the scores of its own engines. What follows from the mathematics:
 
 log-probabilities  finite and at most 0. A sampled token had a probability above 0, and ρ = p/μ divides by it.
                    −inf among the ids of a top-k makes q·log q NaN. A skipped id (-1) carries 0.

@@ -33,6 +33,8 @@ from sync.base.errors import (
     ConfigError,
     Overloaded,
     RemoteError,
+    Replaced,
+    TooLarge,
     Unreachable,
     WireError,
     WrongServer,
@@ -51,7 +53,7 @@ MAX_REFUSAL: Final = 1 << 16
 """Bytes of an answer with another status than 200."""
 LONGEST_PAUSE_SECONDS: Final = 60.0
 """However much later a full peer asks to be asked."""
-_REFUSALS: Final = {status: error for error, status in STATUSES.items() if status in (410, 413, 421)}
+_REFUSALS: Final = {STATUSES[error]: error for error in (Replaced, TooLarge, WrongServer)}
 MAX_FRAME: Final = 1 << 30
 """Bytes of one frame of a stream."""
 IDLE_SECONDS: Final = 4.0

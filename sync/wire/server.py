@@ -104,14 +104,14 @@ class Gate:
         elif refused := self._refused(scope):
             await refused(scope, receive, send)
         else:
+            answer = self.app
             try:
                 if self._claim is not None:
                     asking = parse(Headers(scope=scope).get(RUN_HEADER))
                     self._claim.admit(asking, scope["path"] in self._claiming)
             except DistillError as error:
-                await refusal(error)(scope, receive, named)
-            else:
-                await self.app(scope, receive, named)
+                answer = refusal(error)
+            await answer(scope, receive, named)
 
     def _refused(self, scope: Scope) -> Response | None:
         """The refusal of a stranger, who is told nothing else; None: it is none."""

@@ -30,7 +30,7 @@ from sync.base.retry import retrying
 from sync.vllm.plugin import PLUGIN
 from sync.weights.snapshots.checkpoint import vllm_formats
 from sync.wire import Head
-from sync.wire.client import BlockingPeer
+from sync.wire.client import BlockingPeer, in_loop
 from sync.wire.head import OutputHead
 from teacher_service.config import CAPABILITIES, TeacherConfig
 from teacher_service.engines import base
@@ -163,7 +163,7 @@ def load(config: TeacherConfig, vocab_size: int) -> VllmEngine:
 
 
 class LocalStates:
-    """vLLM's engine in processes of its own, one for each of its workers, driven by a thread of this one.
+    """vLLM's engine in processes of its own, one for each of its workers, driven by the loop of all clients.
 
     All sequences of all batches are in its scheduler at once: it fills every step up to
     `max_num_batched_tokens`, and splits a sequence that is longer.
@@ -188,12 +188,9 @@ class LocalStates:
         self.max_length = int(self._llm.model_config.max_model_len)
         self._params = PoolingParams(task="token_embed", use_activation=False)
         self._numbers = itertools.count()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
-        self._thread.start()
 
     def read(self, items: Sequence[Item]) -> torch.Tensor:
-        return asyncio.run_coroutine_threadsafe(self._batch(items), self._loop).result()
+        return in_loop(self._batch(items)).result()
 
     async def _batch(self, items: Sequence[Item]) -> torch.Tensor:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -219,8 +216,6 @@ class LocalStates:
 
     def close(self) -> None:
         self._llm.shutdown(timeout=SHUTDOWN_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(SHUTDOWN_SECONDS)
         del self._llm  # or it would be shut down again at the interpreter's end, without its modules
 
 

@@ -32,15 +32,14 @@ def test_a_large_machine_takes_what_the_model_takes() -> None:
     found = limits(config(), info(), 1024 * GIB, [40 * GIB, 20 * GIB])
     assert found.max_length == OWN
     assert found.queue_tokens == 256 * GIB // (2 * (16 + 2 * WIDTH))
-    assert (found.reply_bytes, found.body_bytes, found.bodies_bytes) == (128 * GIB, 64 * GIB, 128 * GIB)
+    assert (found.body_bytes, found.bodies_bytes) == (64 * GIB, 128 * GIB)
     assert found.line.startswith("takes sequences of 40,960 tokens, queues 13,400,")
     assert limits(config(queue_tokens=5), info(), 1024 * GIB).queue_tokens == 5
 
 
-def test_one_longest_sequence_is_always_answered() -> None:
+def test_one_longest_sequence_is_always_taken() -> None:
     found = limits(config(engine="vllm"), info(), 4 * (2 * OWN * (16 + 2 * WIDTH)))
     assert found.max_length == found.queue_tokens == OWN
-    assert found.reply_bytes == OWN * (16 + 2 * WIDTH)
 
 
 def test_scores_take_what_the_engine_may_be_asked_for() -> None:
