@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
 _building = threading.Lock()
+_decoders: dict[Any, Any] = {}
 
 
 def json_decoder(
     kind: type[T], dec_hook: Callable[[type, Any], Any] | None = None
 ) -> msgspec.json.Decoder[T]:
-    """A decoder of JSON; `kind` may be a union, `dec_hook` is msgspec's."""
+    """A decoder of JSON; `kind` may be a union, `dec_hook` is msgspec's and one for a kind."""
     return _decoder(msgspec.json.Decoder, kind, dec_hook)
 
 
@@ -29,10 +29,11 @@ def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
     return _decoder(msgspec.msgpack.Decoder, kind, None)
 
 
-@cache
 def _decoder(make: Any, kind: Any, dec_hook: Callable[[type, Any], Any] | None) -> Any:
-    with _building:
-        return make(kind, dec_hook=dec_hook)
+    if (make, kind) not in _decoders:
+        with _building:
+            _decoders[make, kind] = make(kind, dec_hook=dec_hook)
+    return _decoders[make, kind]
 
 
 def convert(value: object, kind: type[T], dec_hook: Callable[[type, Any], Any] | None = None) -> T:

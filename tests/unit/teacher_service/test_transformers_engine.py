@@ -244,6 +244,18 @@ def completions_of(
     return completions
 
 
+def test_a_model_that_is_closed_between_two_steps_completes_what_it_began(qwen: Any) -> None:
+    """As of a teacher that follows the student: its next version may come meanwhile."""
+    engine = TransformersEngine(qwen, VOCAB)
+    prompts, generation = [EnginePrompt(np.array([3, 1], np.int32), 0)], base.GenerationParams(4, 1.0, ())
+    steps = engine.generate(prompts, generation)
+    next(steps)
+    engine.close()
+    *_, (completion,) = steps
+    (whole,) = completions_of(TransformersEngine(qwen, VOCAB), prompts, generation)
+    np.testing.assert_array_equal(completion.token_ids_T, whole.token_ids_T)
+
+
 def test_a_completion_has_the_scores_it_is_given_and_does_not_depend_on_its_batch(qwen: Any) -> None:
     engine = TransformersEngine(qwen, VOCAB)
     rng = np.random.default_rng(1)
