@@ -68,7 +68,7 @@ class TeacherService:
         self._engine = engine
         dtype: messages.HalfOrSingle = "f2" if config.wire_dtype == "float16" else "f4"
         self._batcher = Batcher(engine, config.batch_tokens, limits.queue_tokens, self.metrics)
-        self._bodies = BodyLimit(limits.body_bytes, limits.bodies_bytes)
+        self._bodies = BodyLimit(limits.bodies_bytes // 2, limits.bodies_bytes)
         memory, disk = (int(gib * GIB) for gib in (config.keep_memory_gib, config.keep_disk_gib))
         self._kept = KeptScores(config.keep_folder, memory, disk, self.metrics.registry)
         facts, limit, keep = engine.engine_info, limits.bodies_bytes, self._kept.put

@@ -2,7 +2,7 @@
 
 share        a quarter of this machine's: other processes run here too
 queue        share / (twice the scores of a token): as the engine gives them, and encoded
-one request  share / 4           all requests, and one answer to several sequences   share / 2
+bodies       share / 2: of all requests, of which one may have half, and of one answer to several sequences
 length       the model's own limit, as far as one sequence's scores fit into the share, and where the engine
              computes layer by layer its forward pass into what is left where the model is
 """
@@ -33,18 +33,16 @@ class Limits(NamedTuple):
     """Tokens of a sequence."""
     queue_tokens: int
     """Tokens queued or not yet answered."""
-    body_bytes: int
-    """Size of one request."""
     bodies_bytes: int
-    """Size of all requests that are being read or answered, and of one answer to several sequences."""
+    """Size of all requests in work, of which one may have half, and of one answer to several sequences."""
 
     @property
     def line(self) -> str:
         """The limits in words."""
         return (
             f"takes sequences of {self.max_length:,} tokens, queues {self.queue_tokens:,} tokens, answers "
-            f"with {self.bodies_bytes // MIB:,} MiB, reads {self.body_bytes // MIB:,} MiB a request and "
-            f"{self.bodies_bytes // MIB:,} MiB together"
+            f"with {self.bodies_bytes // MIB:,} MiB, reads {self.bodies_bytes // 2 // MIB:,} MiB a request "
+            f"and {self.bodies_bytes // MIB:,} MiB together"
         )
 
 
@@ -77,7 +75,7 @@ def limits(config: TeacherConfig, info: EngineInfo, host: int, devices: Sequence
             )
         length = limit // ROUND * ROUND
     queue = config.queue_tokens or max(length, share // fit)
-    return Limits(length, queue, share // 4, share // 2)
+    return Limits(length, queue, share // 2)
 
 
 def device_memory() -> list[int]:

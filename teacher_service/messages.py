@@ -27,6 +27,8 @@ from teacher_service.engines.base import EngineInfo, EnginePrompt, EngineScores,
 FRAME_BYTES: Final = 1 << 22
 HalfOrSingle = Literal["f2", "f4"]
 """Wire type of top-k and gathered log-probabilities."""
+Keep = Callable[[list[bytes]], wire.Kept]
+"""Keeps a body that is given in parts."""
 _SAMPLES: Final = 64
 """Blocks read of each weight file for a fingerprint, evenly spaced: other weights differ in all of them."""
 _BLOCK_BYTES: Final = 4096
@@ -50,14 +52,12 @@ class Call(NamedTuple):
 
 
 def read_score(
-    body: bytes,
-    info: EngineInfo,
-    dtype: HalfOrSingle,
-    limit_bytes: int,
-    keep: Callable[[list[bytes]], wire.Kept] | None = None,
+    body: bytes, info: EngineInfo, dtype: HalfOrSingle, limit_bytes: int, keep: Keep | None = None
 ) -> Call:
-    """A ScoreRequest; its answer to several sequences has at most `limit_bytes`. `keep`: keeps a body, in
-    parts, where that is asked for. Raises WireError, TooLarge or BadRequest."""
+    """A ScoreRequest; its answer to several sequences has at most `limit_bytes`. `keep`: for `Want.keep`.
+
+    Raises WireError, TooLarge or BadRequest.
+    """
     message = wire.decode(body, wire.ScoreRequest)
     check_score(message, info)
     want = message.want
@@ -186,11 +186,7 @@ def checked_scores(
 
 
 def kept_scores(
-    checked: Callable[[str, Item, EngineScores], Scored | Problem],
-    keep: Callable[[list[bytes]], wire.Kept],
-    id_: str,
-    item: Item,
-    scores: EngineScores,
+    checked: Callable[..., Scored | Problem], keep: Keep, id_: str, item: Item, scores: EngineScores
 ) -> Scored | Problem:
     """The log-probabilities and where all scores are kept, in frames of about FRAME_BYTES, or what is wrong.
 

@@ -32,7 +32,7 @@ async def serving(
     facts |= {"tokenizer_fingerprint": "0", "chat_template_fingerprint": None, "can": [*facts["can"]]}
     del facts["concurrency"]
     config = TeacherConfig(path="t", queue_tokens=queue_tokens, wire_dtype="float32")
-    limits = Limits(facts["max_length"], queue_tokens, body_bytes, 4 * body_bytes)
+    limits = Limits(facts["max_length"], queue_tokens, 2 * body_bytes)
     app = TeacherService(engine, TeacherInfo(**facts), config, limits, token=token, claim=claim).app
     async with app.router.lifespan_context(app), at_url(app, port=port) as url:
         try:

@@ -23,7 +23,7 @@ from sync.wire import Scored, ScoreRefused, ScoreReply, ScoreRequest, ScoreSeque
 from sync.wire.client import Peer
 from sync.wire.server import BodyLimit
 from teacher_service import batching
-from teacher_service.engines.base import EngineScores, Item, ScoreOptions
+from teacher_service.engines.base import EngineEnded, EngineScores, Item, ScoreOptions
 from teacher_service.messages import scored
 
 V = 11
@@ -170,7 +170,7 @@ async def test_a_completion_has_the_tables_log_probabilities_and_depends_on_its_
 async def test_an_engine_that_has_no_head_cannot_generate_or_is_away_says_so() -> None:
     class Away(TableEngine):
         def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
-            raise Unreachable("vLLM restarts")
+            raise EngineEnded("vLLM restarts")
 
     engine, asked = Away(TABLE), ScoreRequest(sequences=[sequence([1, 2])])
     engine.engine_info, engine.head = replace(engine.engine_info, can=("topk",)), lambda: None

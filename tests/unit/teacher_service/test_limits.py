@@ -32,7 +32,7 @@ def test_a_large_machine_takes_what_the_model_takes() -> None:
     found = limits(config(), info(), 1024 * GIB, [40 * GIB, 20 * GIB])
     assert found.max_length == OWN
     assert found.queue_tokens == 256 * GIB // (2 * (16 + 2 * WIDTH))
-    assert (found.body_bytes, found.bodies_bytes) == (64 * GIB, 128 * GIB)
+    assert found.bodies_bytes == 128 * GIB
     assert found.line.startswith("takes sequences of 40,960 tokens, queues 13,400,")
     assert limits(config(queue_tokens=5), info(), 1024 * GIB).queue_tokens == 5
 
