@@ -152,10 +152,10 @@ class TeacherService:
         body = await asyncio.to_thread(self._kept.open, request.path_params["key"])
         if body is None:
             return refuse(404, "these scores are released, evicted, or of an earlier start: score again")
-        if body.size <= PART_BYTES:  # a response in parts costs 0.4 ms more
-            return Response(await asyncio.to_thread(b"".join, body.parts), media_type=CONTENT_TYPE)
-        length = {"content-length": str(body.size)}
-        return StreamingResponse(body.parts, media_type=CONTENT_TYPE, headers=length)
+        size, parts = body
+        if size <= PART_BYTES:  # a response in parts costs 0.4 ms more
+            return Response(await asyncio.to_thread(b"".join, parts), media_type=CONTENT_TYPE)
+        return StreamingResponse(parts, media_type=CONTENT_TYPE, headers={"content-length": str(size)})
 
     async def release(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:

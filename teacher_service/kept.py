@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final
 
 from blake3 import blake3
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -32,13 +32,6 @@ FREE_BYTES: Final = 2 << 30
 _SUFFIX: Final = ".scores"
 NAMESPACE: Final = "distill_teacher"
 """Prefix of a teacher's Prometheus metrics."""
-
-
-class Body(NamedTuple):
-    """A kept body that is being read; it can be read to its end, whatever happens to the store meanwhile."""
-
-    size: int
-    parts: Iterator[bytes]
 
 
 def _read(file: BinaryIO) -> Iterator[bytes]:
@@ -92,15 +85,16 @@ class KeptScores:
                 self._drop(next(iter(self._disk)))
         return Kept("", key, _size(parts), digest.digest(DIGEST_BYTES))
 
-    def open(self, key: str) -> Body | None:
-        """The body of `key`; None where it is not kept, or no longer."""
+    def open(self, key: str) -> tuple[int, Iterator[bytes]] | None:
+        """Size and parts of the body of `key`, which can be read to its end, whatever happens to the store
+        meanwhile; None where it is not kept, or no longer."""
         with self._lock:
             where, body = "gone", None
             if (parts := self._memory.get(key)) is not None:
-                where, body = "memory", Body(_size(parts), iter(parts))
+                where, body = "memory", (_size(parts), iter(parts))
             elif (size := self._disk.get(key)) is not None:
                 with suppress(OSError):  # somebody else removed it
-                    where, body = "disk", Body(size, _read(self._path(key).open("rb")))
+                    where, body = "disk", (size, _read(self._path(key).open("rb")))
         self._fetched.labels(where).inc()
         return body
 

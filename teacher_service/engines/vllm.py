@@ -1,8 +1,8 @@
 """A teacher computed by vLLM: hidden states of all tokens by its pooling runner, scores by our head on them.
 
-    batch ──▶ HiddenStates ──▶ OutputHead ──▶ EngineScores
-              LocalStates      vLLM's engine processes, started here, with any of its parallelism
-              ServedStates     the server at `engine_url`, started with `vllm serve MODEL` and POOLING_FLAGS
+    batch ──▶ hidden states ──▶ OutputHead ──▶ EngineScores
+              LocalStates       of vLLM's engine processes, started here, with any of its parallelism
+              ServedStates      of the server at `engine_url`: `vllm serve MODEL` and POOLING_FLAGS
 
 vLLM's other runner generates and cannot return hidden states, so completions come from a server of their own
 at `generate_url`; their log-probabilities are scored here.
@@ -19,7 +19,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import PurePath
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -58,22 +58,6 @@ START_SECONDS: Final = 60.0
 POOLING_FLAGS: Final = """--runner pooling --convert embed --pooler-config '{"task": "token_embed"}'"""
 
 
-class HiddenStates(Protocol):
-    """Where hidden states come from. `read` is called from up to CONCURRENCY threads."""
-
-    max_length: int
-
-    def read(self, items: Sequence[Item]) -> torch.Tensor:
-        """[C, H] in the model's dtype, after the final norm: of the token before each scored one.
-
-        Raises DataError for a batch that cannot be computed, Unreachable when nothing can be.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release what it holds; called once, last."""
-
-
 class VllmEngine(base.Engine):
     """See `Engine`; `score` overlaps batches, of which one at a time is under the head."""
 
@@ -82,7 +66,7 @@ class VllmEngine(base.Engine):
         config: TeacherConfig,
         head: OutputHead,
         dtype: torch.dtype,
-        states: HiddenStates,
+        states: LocalStates | ServedStates,
         completions: ServedCompletions | None = None,
     ) -> None:
         """Raises ConfigError when the server of `completions` takes shorter sequences than are scored."""
@@ -156,7 +140,7 @@ def load(config: TeacherConfig, vocab_size: int) -> VllmEngine:
     if config.generate_url is not None:
         completions = ServedCompletions(config.generate_url, config, range(len(head.weight_VH), rows))
     if config.engine_url is None:
-        states: HiddenStates = LocalStates(config, dtype)
+        states: LocalStates | ServedStates = LocalStates(config, dtype)
     else:
         states = ServedStates(config.engine_url, config, dtype, head.weight_VH.shape[1])
     return VllmEngine(config, head, dtype, states, completions)
@@ -190,6 +174,8 @@ class LocalStates:
         self._numbers = itertools.count()
 
     def read(self, items: Sequence[Item]) -> torch.Tensor:
+        """[C, H] in the model's dtype, after the final norm: of the token before each scored one; for up to
+        CONCURRENCY threads. Raises DataError for a batch that is refused, Unreachable when all would be."""
         return in_loop(self._batch(items)).result()
 
     async def _batch(self, items: Sequence[Item]) -> torch.Tensor:
@@ -309,7 +295,7 @@ class VllmServer:
 
 
 class ServedStates(VllmServer):
-    """Hidden states of a server with the pooling runner; see `HiddenStates`."""
+    """Hidden states of a server with the pooling runner."""
 
     def __init__(self, url: str, config: TeacherConfig, dtype: torch.dtype, hidden_size: int) -> None:
         """Raises ConfigError when the server gives no hidden states, and what VllmServer raises."""
@@ -323,6 +309,7 @@ class ServedStates(VllmServer):
             ) from error
 
     def read(self, items: Sequence[Item]) -> torch.Tensor:
+        """See `LocalStates.read`."""
         body = {
             "model": self.model,
             "input": [item.token_ids_L.tolist() for item in items],

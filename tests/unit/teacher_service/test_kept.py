@@ -27,7 +27,7 @@ def store(folder: Path | None, memory: int, disk: int) -> KeptScores:
 
 def read(kept: KeptScores, key: str) -> bytes | None:
     body = kept.open(key)
-    return None if body is None else b"".join(body.parts)
+    return None if body is None else b"".join(body[1])
 
 
 def test_the_oldest_go_to_disk_and_then_away(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_body_larger_than_the_memory_is_kept_on_disk_and_read_to_its_end_once_
     assert (one.size, one.digest, one.url) == (len(body), blake3(body).digest(wire.DIGEST_BYTES), "")
     begun = kept.open(one.key)
     kept.release([one.key])
-    assert b"".join(begun.parts) == body
+    assert b"".join(begun[1]) == body
     assert kept.open(one.key) is None
 
 
