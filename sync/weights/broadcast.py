@@ -35,12 +35,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from datetime import timedelta
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -48,10 +49,9 @@ import torch
 from sync.base.address import address_towards
 from sync.base.decoding import json_decoder
 from sync.base.errors import SnapshotError, Unreachable
-from sync.weights.buckets import Digests, Plan, nbytes
+from sync.weights.buckets import Plan, nbytes
 from sync.weights.rendezvous import Group, Meeting, Served, Visitor, backend_name, used
-from sync.weights.snapshots.checkpoint import TensorMeta
-from sync.weights.snapshots.checkpoint import tensor_digest as digest
+from sync.weights.snapshots.checkpoint import TensorMeta, hasher, tensor_bytes, tensor_digest
 from sync.wire import Audience, BroadcastTicket
 
 logger = logging.getLogger(__name__)
@@ -67,22 +67,15 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
 
     def run() -> None:
-        try:
-            result = work()
-        except Exception as error:  # edge of a thread: any error is passed to the caller
-            logger.debug("a thread failed", exc_info=True)
-            _fail(future, error)
-        else:
-            with contextlib.suppress(InvalidStateError):
-                future.set_result(result)
+        with contextlib.suppress(InvalidStateError):
+            try:
+                future.set_result(work())
+            except Exception as error:  # edge of a thread: any error is passed to the caller
+                logger.debug("a thread failed", exc_info=True)
+                future.set_exception(error)
 
     threading.Thread(target=run, name="weights", daemon=True).start()
     return future
-
-
-def _fail(future: Future[Any], error: Exception) -> None:
-    with contextlib.suppress(InvalidStateError):
-        future.set_exception(error)
 
 
 # --- trainer ----------------------------------------------------------------------------------------------
@@ -111,8 +104,8 @@ class BroadcastSender:
         plan: Plan,
         buckets: Iterable[torch.Tensor],
         lost: Callable[[], str | None] = lambda: None,
-    ) -> int:
-        """Send `buckets`, the bytes of `plan.buckets` in order, to all of `audience`; returns bytes.
+    ) -> None:
+        """Send `buckets`, the bytes of `plan.buckets` in order, to all of `audience`.
 
         The next bucket is asked for while the one before is on its way, so it must not wait for that. `lost`
         is asked now and then: why a receiver will not take part to the end (None: all do).
@@ -120,7 +113,7 @@ class BroadcastSender:
         `buckets` are not those of `plan`. Either way the next `send` needs another name.
         """
         if audience.world_size < 2:
-            return 0
+            return
         started, groups, over = time.monotonic(), list[Group](), threading.Event()
         sending = in_thread(lambda: self._transfer(audience, plan, iter(buckets), groups, over.is_set))
         try:
@@ -139,7 +132,6 @@ class BroadcastSender:
                 f"broadcast {audience.group} to {audience.world_size - 1} workers failed after "
                 f"{time.monotonic() - started:.1f} s: {error}"
             ) from error
-        return sum(map(nbytes, plan.metas))
 
     def _meeting(self, name: str) -> Meeting:
         return Meeting(self._served.ask, name, self._timeout)
@@ -184,20 +176,26 @@ class BroadcastSender:
         return Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
 
     def _send_buckets(self, group: Group, plan: Plan, buckets: Iterator[torch.Tensor]) -> dict[str, str]:
-        digests, on_its_way = Digests(plan), None
-        for bucket in plan.buckets:
+        """Send all of them; returns the digest of every tensor."""
+        sizes = {meta.name: nbytes(meta) for meta in plan.metas}
+        hashes = {name: hasher(size) for name, size in sizes.items()}
+        parts_by_bucket = plan.parts((name, 0, size) for name, size in sizes.items())
+        arrived: Callable[[], None] | None = None
+        for bucket, parts in zip(plan.buckets, parts_by_bucket, strict=True):
             flat = next(buckets, torch.empty(0))
             if flat.nbytes != len(bucket):
                 raise SnapshotError(
                     f"the broadcast announced {len(bucket)} bytes and was given {flat.nbytes}"
                 )
-            if on_its_way is not None:
-                on_its_way()
-            on_its_way = group.start(flat)
-            digests.update(flat)  # and the next one is gathered, while it is on its way
-        if on_its_way is not None:
-            on_its_way()
-        return digests.hexdigests()
+            if arrived is not None:
+                arrived()
+            arrived = group.start(flat)
+            host = flat.cpu()  # it is hashed, and the next one is gathered, while it is on its way
+            for part in parts:
+                hashes[part.name].update(tensor_bytes(host[part.start : part.stop]))
+        if arrived is not None:
+            arrived()
+        return {name: hashed.hexdigest() for name, hashed in hashes.items()}
 
     def close(self) -> None:
         self._served.close()
@@ -270,7 +268,8 @@ class Reception:
         try:
             while not self.done:
                 if why := self._store.find("given up"):
-                    _fail(self._received, SnapshotError(why.decode()))
+                    with contextlib.suppress(InvalidStateError):
+                        self._received.set_exception(SnapshotError(why.decode()))
                     self._give_up()
         except RuntimeError as error:  # the sender is gone: receiving finds out by itself
             logger.info("broadcast %s: its sender does not answer: %s", ticket.group, error)
@@ -296,11 +295,12 @@ class Reception:
         plan = Plan(*json_decoder(tuple[list[TensorMeta], int, str | None]).decode(text))
         last = self._receiver.group
         store.set(f"here/{ticket.rank}", last.name if last and last.rank == ticket.rank else _NEW)
-        group = self._group_of(ticket, store.told("go", given_up).decode())
+        # How long the others may take is the sender's to bound: this one is counted as there.
+        group = self._group_of(ticket, store.get("go", given_up, math.inf).decode())
         with used(group, self._groups, given_up):
             tensors = self._receive_buckets(group, plan)
-            sent = json_decoder(dict[str, str]).decode(store.told("digests", given_up))
-            digests = {name: digest(tensor) for name, tensor in tensors.items()}
+            sent = json_decoder(dict[str, str]).decode(store.get("digests", given_up, math.inf))
+            digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
             if digests != sent:
                 wrong = sorted(name for name in sent if digests.get(name) != sent[name])
                 raise SnapshotError(f"tensors {wrong[:3]} did not arrive as they were sent")

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import torch
-from blake3 import blake3
 
 from sync.base.errors import SnapshotError
-from sync.weights.snapshots.checkpoint import TensorMeta, hasher, tensor_bytes
+from sync.weights.snapshots.checkpoint import TensorMeta
 
 BUCKET_BYTES: Final = 64 << 20
 """What is gathered and sent at once."""
@@ -67,24 +66,6 @@ class Plan:
             meta.name: whole[at : at + nbytes(meta)].view(_dtype(meta)).view(meta.shape)
             for meta, at in zip(self.metas, self.offsets, strict=True)
         }
-
-
-class Digests:
-    """BLAKE3 of every tensor of a plan, while its buckets go by in order."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._buckets = iter(plan.parts((meta.name, 0, nbytes(meta)) for meta in plan.metas))
-        self._hashes: dict[str, blake3] = {meta.name: hasher(nbytes(meta)) for meta in plan.metas}
-
-    def update(self, flat: torch.Tensor) -> None:
-        """The next bucket, uint8."""
-        host = flat.cpu()
-        for part in next(self._buckets):
-            self._hashes[part.name].update(tensor_bytes(host[part.start : part.stop]))
-
-    def hexdigests(self) -> dict[str, str]:
-        """Tensor → hex, after the last bucket."""
-        return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
 
 def nbytes(meta: TensorMeta) -> int:

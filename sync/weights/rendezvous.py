@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import secrets
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -75,12 +74,6 @@ class Meeting(Store):
             if monotonic() > deadline:
                 raise RuntimeError(f"{key} did not come within {seconds:.3g} s")
         return value
-
-    def told(self, key: str, given_up: Callable[[], bool]) -> bytes:
-        """Value of a key that the sender sets, unless it gives up; waits for as long as the sender answers.
-        How long it may take others is the sender's to bound: a member that stopped waiting before would be
-        counted as there."""
-        return self.get(key, given_up, math.inf)
 
     def delete_key(self, key: str) -> bool:
         return self._do("delete", key) is not None
@@ -179,13 +172,7 @@ class Group:
     """A process group, named as the broadcast for which it was formed; see `used`."""
 
     def __init__(
-        self,
-        store: Meeting,
-        rank: int,
-        size: int,
-        address: str,
-        timeout: timedelta,
-        device: torch.device,
+        self, store: Meeting, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
     ) -> None:
         self.name, self.rank, self.size = store.name, rank, size
         self._store, self._timeout = store, timeout
@@ -234,17 +221,13 @@ def _backend(
 def used(group: Group, groups: list[Group], given_up: Callable[[], bool]) -> Iterator[None]:
     """Use `group`, among `groups` meanwhile, so that giving up can abort it. It is closed when the block
     fails. Raises RuntimeError when it was given up."""
-
-    def check() -> None:
-        if given_up():
-            raise RuntimeError("the broadcast was given up")
-
     groups.append(group)
     try:
-        check()
-        yield
+        if not given_up():
+            yield
         groups.remove(group)
-        check()  # behind the removal: whoever gave up before found it, or is found here
+        if given_up():  # asked behind the removal: whoever gave up before found it, or is found here
+            raise RuntimeError("the broadcast was given up")
     except BaseException:
         group.close()
         raise

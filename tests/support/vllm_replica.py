@@ -199,9 +199,9 @@ async def broadcast(
     answer = asyncio.create_task(update(peer, step, broadcast=ticket))
     try:
         audience = wire.Audience(group=group, world_size=1 + workers)
-        sent = await asyncio.to_thread(sender.send, audience, plan, buckets_of(plan, weights))
+        await asyncio.to_thread(sender.send, audience, plan, buckets_of(plan, weights))
         reply = await answer
-        assert reply.bytes_read >= sent * workers
+        assert reply.bytes_read >= workers * sum(tensor.nbytes for tensor in weights.values())
         return reply
     finally:
         sender.close()
