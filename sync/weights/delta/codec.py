@@ -23,7 +23,6 @@ import numpy as np
 import zstandard
 
 from sync.base.errors import SnapshotError
-from sync.weights.delta import ESCAPE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +36,6 @@ _GAP_SHARE: Final = 0.2  # changed share above which a bitmap is smaller than ga
 _WHOLE_SHARE: Final = 0.5
 """Changed share of 4-byte numbers above which "fast" sends all as they are: a difference has half the bytes,
 but all stores except slow ones take these in less time than coding and applying it (docs/weight-sync.md)."""
-_BYTES: Final = np.dtype("u1")
-_WIDE_GAP: Final = np.dtype("<u8")
 _local = threading.local()
 
 
@@ -56,11 +53,7 @@ def encode(old: Bits, new: Bits, kind: str, effort: Effort = "fast") -> bytes:
     """Blob that turns `old` into `new`: equally long 1-D contiguous arrays of the bits of `kind`. numpy
     arrays of unsigned integers are read by the compiled loops. torch tensors of integers as wide are compared
     where they lie, on a GPU; the blob is the same."""
-    if old.dtype != new.dtype or old.shape != new.shape or old.ndim != 1:
-        raise SnapshotError(
-            f"cannot take the difference of {old.dtype}{old.shape} and {new.dtype}{new.shape}: "
-            "both must be flat arrays of the same bits"
-        )
+    assert (old.dtype, old.shape, old.ndim) == (new.dtype, new.shape, 1), "flat arrays of the same bits"
     blob = None
     if kind in MANTISSA and new.itemsize in (2, 4) and len(new) > 0:
         if effort == "fast" and new.itemsize == 4 and _changed_share(old, new) > _WHOLE_SHARE:
@@ -136,7 +129,7 @@ def _apply_positions(reader: _Reader, bits: np.ndarray, mode: Mode) -> None:
 
     changed = reader.number(bits.size)
     if mode == Mode.GAPS:
-        places = [reader.stream(changed, changed), reader.stream(0, changed, _WIDE_GAP)]
+        places = [reader.stream(changed, changed), reader.stream(0, changed, np.dtype("<u8"))]
     else:
         places = [reader.stream(-(-bits.size // 8), -(-bits.size // 8))]
     steps = reader.stream(changed, changed)
@@ -185,6 +178,8 @@ def _ordered(bits: Tensor, top: int, mask: int) -> Tensor:
 
 
 def _escaped(value_c: np.ndarray, wide: str) -> tuple[np.ndarray, np.ndarray]:
+    from sync.weights.delta.kernels import ESCAPE
+
     return np.minimum(value_c, ESCAPE).astype(np.uint8), value_c[value_c >= ESCAPE].astype(wide)
 
 
@@ -255,14 +250,14 @@ class _Reader:
             )
         return value
 
-    def stream(self, least: int, limit: int, dtype: np.dtype = _BYTES) -> np.ndarray:
+    def stream(self, least: int, limit: int, dtype: np.dtype = np.dtype("u1")) -> np.ndarray:
         """The next stream, of `least` to `limit` elements of `dtype`."""
         length = self.number(limit * dtype.itemsize)
         stored = self._bytes(self.number(length))
         if length < least * dtype.itemsize or length % dtype.itemsize:
             raise SnapshotError(f"a delta's stream has {length} bytes instead of {least}: it was altered")
         raw = stored if len(stored) == length else _decompress(stored, length)
-        return np.require(np.frombuffer(raw, np.uint8).view(dtype), requirements="A")
+        return np.require(np.frombuffer(raw, dtype), requirements="A")
 
     def rest(self) -> memoryview:
         return self._bytes(len(self._data) - self._at)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
@@ -82,28 +81,22 @@ def build(
     effort: codec.Effort,
     host: Mapping[str, np.ndarray] = {},
 ) -> bytes:
-    """File of one rank; `header` comes without ranges, `old` and `new` hold this rank's flat bits by name.
-    `host` holds the old bits of tensors on a device in host memory, and the new ones after this: digests
-    cover exactly what a reader reconstructs."""
-
-    def encode(part: Slice) -> tuple[bytes, bytes]:
+    """File of one rank's `slices`, none of them empty; `header` comes without ranges, `old` and `new` hold
+    their flat bits by name. `host` holds the old bits of tensors on a device in host memory, and the new ones
+    after this: digests cover exactly what a reader reconstructs."""
+    ranges, blobs, offset = list[Range](), list[bytes](), 0
+    for part in slices:
         bits = new[part.name]
         blob = codec.encode(old[part.name], bits, part.dtype, effort)
         if not isinstance(bits, np.ndarray):
-            codec.apply(host[part.name], blob, part.dtype)
             bits = host[part.name]
-        return blob, _digest(bits)
-
-    parts = [part for part in slices if part.count]
-    coded = [encode(part) for part in parts]
-    starts = accumulate((len(blob) for blob, _ in coded), initial=0)
-    ranges = [
-        Range(part.name, part.start, part.count, part.dtype, blob[0], start, len(blob), digest)
-        for part, (blob, digest), start in zip(parts, coded, starts, strict=False)
-    ]
+            codec.apply(bits, blob, part.dtype)
+        where = part.name, part.start, part.count, part.dtype
+        ranges.append(Range(*where, blob[0], offset, len(blob), _digest(bits)))
+        blobs.append(blob)
+        offset += len(blob)
     head = msgspec.msgpack.encode(msgspec.structs.replace(header, ranges=ranges))
     packed = zstandard.ZstdCompressor(level=1).compress(head)
-    blobs = (blob for blob, _ in coded)
     return b"".join([_MAGIC, len(packed).to_bytes(4, "little"), packed, *blobs])
 
 

@@ -19,8 +19,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sync.weights.delta import ESCAPE
-
+ESCAPE: Final = 255
 BLOCK: Final = 4096
 """Elements that are compared, and whose classes are looked up, at once."""
 
@@ -125,17 +124,12 @@ def prefetch(old: Any, new: Any, begin: int, end: int) -> int:
     return end
 
 
-def scan(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+@compiled
+def scan(old: Any, new: Any) -> tuple[Any, Any, Any, Any]:
     """(gaps, wide gaps, steps, wide steps) of the elements that changed. A gap is the distance from the
     changed element before, a step the ULP difference, both less 1."""
     gaps, steps = np.empty(old.size, np.uint8), np.empty(old.size, np.uint8)
     wide_gaps, wide_steps = np.empty(old.size // ESCAPE + 1, np.uint64), np.empty(old.size, new.dtype)
-    k, g, s = _scan(old, new, gaps, wide_gaps, steps, wide_steps)
-    return gaps[:k], wide_gaps[:g], steps[:k], wide_steps[:s]
-
-
-@compiled
-def _scan(old: Any, new: Any, gaps: Any, wide_gaps: Any, steps: Any, wide_steps: Any) -> tuple[int, int, int]:
     k, g, s, last, work = 0, 0, 0, -1, room()
     for begin in range(0, old.size, BLOCK):
         for i in find(old, new, begin, work):
@@ -144,7 +138,7 @@ def _scan(old: Any, new: Any, gaps: Any, wide_gaps: Any, steps: Any, wide_steps:
             s = _put(step, steps, k, wide_steps, s)
             last = i
             k += 1
-    return k, g, s
+    return gaps[:k], wide_gaps[:g], steps[:k], wide_steps[:s]
 
 
 @compiled

@@ -412,7 +412,8 @@ def test_modes_are_chosen_by_size(lib: Any) -> None:
 def test_arrays_of_other_bits_are_refused(lib: Any) -> None:
     two = np.zeros(2, "u2")
     for other in (np.zeros(3, "u2"), np.zeros(2, "u4")):
-        raises(lambda o=other: lib.codec.encode(two, o, "bf16"), "must be flat arrays")
+        with pytest.raises(AssertionError, match="flat arrays"):
+            lib.codec.encode(two, other, "bf16")
 
 
 def test_streams_of_other_lengths_are_refused(lib: Any) -> None:
@@ -459,9 +460,9 @@ def test_a_stream_that_compression_does_not_shorten_goes_as_it_is(lib: Any) -> N
 
 
 def small_file(lib: Any) -> tuple[dict, dict, bytes]:
-    old = {"a": bf16(40), "b": bf16(30), "none": NONE}
-    new = {"a": nudged(old["a"], 4), "b": nudged(old["b"], 2), "none": NONE}
-    slices = [lib.file.Slice(n, (99,), "bf16", s, old[n].size) for n, s in (("a", 0), ("none", 7), ("b", 5))]
+    old = {"a": bf16(40), "b": bf16(30)}
+    new = {"a": nudged(old["a"], 4), "b": nudged(old["b"], 2)}
+    slices = [lib.file.Slice(n, (99,), "bf16", s, old[n].size) for n, s in (("a", 0), ("b", 5))]
     head = lib.file.Header("run", "f", Version(0, 2), Version(0, 1), 0, 1, [])
     return old, new, lib.file.build(head, slices, old, new, "fast")
 
