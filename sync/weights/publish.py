@@ -225,9 +225,7 @@ class Publisher:
     ) -> int:
         """Upload the folder and write the manifest; returns the bytes of the snapshot."""
         if folder is None:
-            raise SnapshotError(
-                "rank 0 got no folder for an anchor: save the whole model and pass its folder"
-            )
+            raise SnapshotError("rank 0 got no folder for an anchor: save the model and pass its folder")
         self._compare(folder, shards)
         if again and (left := self._left_behind(version)) is not None:
             self._move_latest(left)
@@ -275,9 +273,8 @@ class Publisher:
     def _publish_delta(self, version: Version, base: Version, shard: Part) -> int:
         """Wait for every rank's file and write the manifest; returns the bytes of all files."""
         deadline = time.monotonic() + self._config.timeout_seconds
-        parts = [shard] + [
-            self._await_part(version, base, rank, deadline) for rank in range(1, self._world_size)
-        ]
+        others = range(1, self._world_size)
+        parts = [shard, *(self._await_part(version, base, rank, deadline) for rank in others)]
         files = [part.file for part in parts]
         total = sum(part.shard_bytes for part in parts)
         if total != self._model_bytes:
@@ -355,7 +352,6 @@ class BaseShard:
         """Copies `shards`, which are flat bits of the slices."""
         bits_of = {part.name: shards[part.name] for part in slices}
         self.host = {name: on_host(bits).copy() for name, bits in bits_of.items()}
-        """The same bits in host memory."""
         self.last: dict[str, Bits] = {
             name: self.host[name] if isinstance(bits, np.ndarray) else bits.clone()
             for name, bits in bits_of.items()

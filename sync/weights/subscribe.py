@@ -17,8 +17,9 @@ import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import dropwhile
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -28,15 +29,7 @@ from sync.base.mounts import network_mount
 from sync.base.settings import ReplicaConfig
 from sync.weights.delta.file import apply_chain
 from sync.weights.snapshots import checkpoint
-from sync.weights.snapshots.manifest import (
-    Download,
-    Manifest,
-    dump,
-    lease,
-    load,
-    read_chain,
-    read_latest,
-)
+from sync.weights.snapshots.manifest import Download, Manifest, dump, lease, load, read_chain, read_latest
 from sync.weights.stores import Store, open_store
 from sync.wire import Version
 from sync.wire.claims import Claim
@@ -83,9 +76,15 @@ class Mirror:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._store, self._run = folder, store, run
         self._run_id: str | None = None
-        self._lock = _own(folder / "lock")
+        self._lock = (folder / "lock").open("ab")  # held until it is closed, or until the process dies
         try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._state = _read(folder / "state.json", run)
+        except BlockingIOError:
+            self._lock.close()
+            raise SnapshotError(
+                f"mirror {folder} is in use by another process: give each replica a folder of its own"
+            ) from None
         except SnapshotError:
             self._lock.close()
             raise
@@ -151,8 +150,14 @@ class Mirror:
         """Take the first route to `version` that verifies; returns the bytes read from the store."""
         download = Download(self._store, self._folder / "deltas")
         for slot in (self._spare, self._state.live):
-            chain = self._chain_from(self._version_in(slot), version)
-            if slot is None or not chain:
+            if slot is None or (local := self._version_in(slot)) is None:
+                continue
+            try:
+                chain = read_chain(self._store, self._run, version, frozenset([local]))
+            except SnapshotError as error:
+                logger.info("no deltas from %s to %s: %s", local, version, error)
+                continue
+            if chain[0].base != local:
                 continue
             try:
                 self._take(slot, chain, download)
@@ -163,44 +168,31 @@ class Mirror:
             self._take(None, read_chain(self._store, self._run, version), download)
         return download.bytes_read
 
-    def _chain_from(self, local: Version | None, version: Version) -> list[Manifest]:
-        """Deltas that lead from `local` to `version`; none when there is no such chain."""
-        if local is None:
-            return []
-        try:
-            chain = read_chain(self._store, self._run, version, frozenset([local]))
-        except SnapshotError as error:
-            logger.info("no deltas from %s to %s: %s", local, version, error)
-            return []
-        return chain if chain[0].base == local else []
-
     def _take(self, slot: str | None, chain: list[Manifest], download: Download) -> None:
         """Bring the spare along one route: deltas on what `slot` holds, or from the anchor (None). Raises
         SnapshotError when a file or its result is not what the trainer had."""
         self._check_model(chain)
         links = [link for link in chain if link.base is not None]
-        spare = self._folder / self._spare
+        spare, begin = self._folder / self._spare, self._folder / (slot or self._spare)
         if slot is None:
             self._empty_spare()
             download.anchor(chain[0], spare)
-        places = checkpoint.tensors(spare if slot is None else self._folder / slot)
+        places = checkpoint.tensors(begin)
         if checkpoint.fingerprint(places) != chain[-1].fingerprint:
             raise SnapshotError(
                 f"the files of {chain[0].version} are of another model than its manifest says"
             )
         for link in links:
             download.delta(link, places)
-        if slot is not None and slot == self._state.live:
+        if begin == self.path:
             self._empty_spare()
-            shutil.copytree(self._folder / slot, spare)
-        elif slot is not None:
+            shutil.copytree(begin, spare)
+        else:
             self._write(**{self._spare: None})
         apply_chain(spare, (download.open(link, places) for link in links))
         self._write(**{self._spare: chain[-1].version}, fingerprint=chain[-1].fingerprint)
-        bases = [link.base for link in chain]
-        start = bases.index(self.version) if self.version and self.version in bases else len(chain)
-        next_of_live = {link.version for link in chain[start:] if link.base is not None}
-        download.keep(next_of_live)
+        next_of_live = dropwhile(lambda link: link.base != self.version, links)
+        download.keep({link.version for link in next_of_live})
 
     def _check_model(self, chain: list[Manifest]) -> None:
         known = self._state.fingerprint or chain[0].fingerprint
@@ -251,19 +243,6 @@ def check_local(folder: Path) -> None:
             f"mirror {folder} would lie on a network file system ({mount}): set student.mirror_folder to a "
             "folder on a local disk of each host"
         )
-
-
-def _own(path: Path) -> BinaryIO:
-    """Open file whose lock is held until it is closed, or until the process dies."""
-    file = path.open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise SnapshotError(
-            f"mirror {path.parent} is in use by another process: give each replica a folder of its own"
-        ) from None
-    return file
 
 
 def _read(path: Path, run: str) -> _State:

@@ -11,14 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sync.base.errors import SnapshotError, StoreError
-from sync.weights.snapshots.manifest import (
-    Manifest,
-    leased,
-    manifest_key,
-    named,
-    read_latest,
-    read_manifest,
-)
+from sync.weights.snapshots.manifest import Manifest, leased, manifest_key, named, read_latest, read_manifest
 from sync.weights.stores import Store
 from sync.weights.subscribe import Mirror
 from sync.wire import Version
@@ -30,12 +23,12 @@ logger = logging.getLogger(__name__)
 class Listing:
     """What a store holds of a run."""
 
-    bare: list[Version]
-    """Versions with files and without a manifest."""
-    odd: dict[str, str]
-    """Version, folder or key, printable → why it cannot be used; it is left where it is."""
-    latest: Version | None
+    latest: Version | None = None
     """What LATEST named before the rest was read."""
+    bare: list[Version] = field(default_factory=list)
+    """Versions with files and without a manifest."""
+    odd: dict[str, str] = field(default_factory=dict)
+    """Version, folder or key, printable → why it cannot be used; it is left where it is."""
     manifests: dict[Version, Manifest] = field(default_factory=dict)
     """Of those that can be read, oldest version first."""
 
@@ -54,13 +47,13 @@ class Collected:
 
 def ls(store: Store, run: str) -> Listing:
     """Published versions, and what is there and cannot be used."""
-    latest, problem = None, None
+    listing = Listing()
     try:
-        latest = read_latest(store, run)
+        listing.latest = read_latest(store, run)
     except (SnapshotError, StoreError) as error:
-        problem = str(error)
-    published, bare, odd = _folders(store, run)
-    listing = Listing(bare, odd if problem is None else odd | {"LATEST": problem}, latest)
+        listing.odd["LATEST"] = str(error)
+    published, listing.bare, odd = _folders(store, run)
+    listing.odd |= odd
     for version in published:
         try:
             listing.manifests[version] = read_manifest(store, run, version)

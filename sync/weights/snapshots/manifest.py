@@ -51,7 +51,6 @@ class File(msgspec.Struct, frozen=True):
     key: _Text
     """Relative to the version's own folder."""
     size: _Bytes
-    """Bytes."""
     blake3: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
     """Hex digest of its bytes."""
 
@@ -73,7 +72,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """`model_fingerprint` of the checkpoint."""
     files: list[File]
     bytes: _Bytes
-    """Bytes of all files."""
+    """Of all files."""
     full_bytes: _Bytes
     """Bytes of a full snapshot of the same weights."""
     created: float
@@ -139,7 +138,7 @@ def read_manifest(store: Store, run: str, version: Version) -> Manifest:
 
 
 def _wrong_files(manifest: Manifest) -> str | None:
-    """Why no publisher can have written it; None: it can."""
+    """Why no publisher can have written these; None: it can."""
     keys = [file.key for file in manifest.files]
     if len(set(keys)) < len(keys) or sum(file.size for file in manifest.files) != manifest.bytes:
         return f"names {len(keys)} files, some twice or not of {manifest.bytes} bytes in all"
@@ -279,9 +278,7 @@ class Download:
 
 
 def _is(path: Path, file: File) -> bool:
-    if path.stat().st_size != file.size:
-        return False
-    return (blake3().update_mmap(path) if file.size else blake3()).hexdigest() == file.blake3
+    return path.stat().st_size == file.size and blake3().update_mmap(path).hexdigest() == file.blake3
 
 
 # --- leases: what slow readers are reading, so that garbage collection spares it ---------------------------

@@ -14,7 +14,7 @@ from sync.base.settings import (
     StoreConfig,
     XetStoreConfig,
 )
-from sync.weights.stores.store import MOST_SMALL, Store, check_key, content, read_small
+from sync.weights.stores.store import MOST_SMALL, DirectoryStore, Store, check_key, content, read_small
 
 __all__ = ["MOST_SMALL", "Store", "check_key", "content", "open_store", "read_small"]
 
@@ -24,8 +24,6 @@ def open_store(config: StoreConfig, default_path: Path) -> Store:
     StoreError when it cannot be opened, ConfigError when a needed package is missing or the user's own code
     makes none."""
     if isinstance(config, DirectoryStoreConfig):
-        from sync.weights.stores.store import DirectoryStore
-
         return DirectoryStore(config.path or default_path)
     if isinstance(config, XetStoreConfig):
         from sync.weights.stores.xet import XetStore

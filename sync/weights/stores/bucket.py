@@ -64,9 +64,7 @@ class BucketStore(Store):
         path = self._path(key)
         deadline = time.monotonic() + _CLAIM_TIMEOUT
         with self._explained("write", key):
-            while path not in self._around(path):
-                if time.monotonic() > deadline:
-                    break
+            while path not in self._around(path) and time.monotonic() <= deadline:
                 if self._try_create(path, data):
                     return
                 time.sleep(random.uniform(0.02, 0.3))
@@ -92,10 +90,9 @@ class BucketStore(Store):
             self._batch(add=[(bytes(data), self._path(key))])
 
     def fetch(self, key: str, path: Path) -> None:
+        files = [(self._path(key), path)]
         with self._explained("read", key):
-            self._api.download_bucket_files(
-                self._bucket, [(self._path(key), path)], raise_on_missing_files=True
-            )
+            self._api.download_bucket_files(self._bucket, files, raise_on_missing_files=True)
 
     def list(self, prefix: str) -> list[str]:
         with self._explained("list", prefix):

@@ -207,13 +207,11 @@ class DirectoryStore(Store):
         pending = self.root / _PENDING / uuid4().hex
         with self._explained("write", key):
             try:
-                with pending.open("xb") as file:
-                    if isinstance(data, Path):
-                        with data.open("rb") as source:
-                            shutil.copyfileobj(source, file, 1 << 20)
-                    else:
-                        file.write(data)
-                    os.fsync(file.fileno())
+                if isinstance(data, Path):
+                    shutil.copyfile(data, pending)
+                else:
+                    pending.write_bytes(data)
+                force(pending)
                 _place(pending, target, place)
                 force(target.parent)
             except FileExistsError:

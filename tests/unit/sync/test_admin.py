@@ -159,7 +159,7 @@ def test_gc_looks_each_base_up_once_however_long_the_chains_are() -> None:
             return v(self.step - 1) if self.step else None
 
     chain: dict[Version, Any] = {v(step): Link(step=step, created=0.0) for step in range(300)}
-    assert admin._needed(admin.Listing([], {}, None, chain), keep_anchors=1, since=1.0) == set(chain)
+    assert admin._needed(admin.Listing(manifests=chain), keep_anchors=1, since=1.0) == set(chain)
     assert max(looked_up.values()) <= 4
 
 

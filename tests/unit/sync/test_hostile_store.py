@@ -25,14 +25,7 @@ from waiting import until
 from sync.base.errors import SnapshotError, StoreError
 from sync.weights.snapshots import admin, checkpoint
 from sync.weights.snapshots.checkpoint import check_no_code, refused
-from sync.weights.snapshots.manifest import (
-    Lease,
-    dump,
-    lease,
-    leased,
-    manifest_key,
-    read_manifest,
-)
+from sync.weights.snapshots.manifest import Lease, dump, lease, leased, manifest_key, read_manifest
 from sync.weights.stores import MOST_SMALL, read_small
 from sync.weights.stores.store import DirectoryStore
 from sync.weights.subscribe import Mirror
