@@ -147,25 +147,23 @@ def let_others_read(folder: Path) -> None:
 def _read_header(file: Path) -> Iterator[tuple[str, TensorAt]]:
     """Names and places of the tensors in one file; safetensors sees to it that they tile it."""
     try:
-        with safe_open(file, framework="numpy") as opened:
-            slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
-            entries = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
+        with file.open("rb") as raw, safe_open(file, framework="numpy") as opened:
+            offset = 8 + int.from_bytes(raw.read(8), "little")  # behind the header and its length
+            for name in opened.offset_keys():
+                part = opened.get_slice(name)
+                dtype, shape = part.get_dtype(), tuple(part.get_shape())
+                if dtype not in _KINDS:
+                    raise SnapshotError(
+                        f"tensor {name!r} of {file} has dtype {dtype}: use one of {', '.join(_KINDS)}"
+                    )
+                kind, _ = _KINDS[dtype]
+                nbytes = math.prod(shape) * BITS[kind].itemsize
+                yield name, TensorAt(file, kind, shape, offset, nbytes)
+                offset += nbytes
     except (SafetensorError, OSError) as error:
         raise SnapshotError(
             f"{file} cannot be read as safetensors: {error}; it was cut or altered; copy or download it anew"
         ) from None
-    tensors = []
-    for name, dtype, shape in entries:
-        if dtype not in _KINDS:
-            raise SnapshotError(
-                f"tensor {name!r} of {file} has dtype {dtype}: use one of {', '.join(_KINDS)}"
-            )
-        kind, bits = _KINDS[dtype]
-        tensors.append((name, kind, shape, math.prod(shape) * np.dtype(bits).itemsize))
-    offset = file.stat().st_size - sum(nbytes for *_, nbytes in tensors)
-    for name, kind, shape, nbytes in tensors:
-        yield name, TensorAt(file, kind, shape, offset, nbytes)
-        offset += nbytes
 
 
 def bits(places: Mapping[str, TensorAt], writable: bool = False) -> dict[str, np.ndarray]:
