@@ -9,17 +9,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from sync import wire
 from sync.base.errors import DataError
-from sync.wire import (
-    MASK_TIES,
-    Generated,
-    GeneratePrompt,
-    Sampling,
-    SamplingMask,
-    Version,
-    VersionSpan,
-    pack,
-)
 
 TIMED_OUT: Final = "time"
 """`Completion.finish_reason` of one that `Sampling.max_seconds` ended."""
@@ -43,7 +34,7 @@ class Completion(NamedTuple):
     """[P + T - 1, layers of the model, experts of a token]; None: the engine does not record them itself"""
 
 
-def prompt_problem(prompt: GeneratePrompt, vocab_size: int, context: int) -> str | None:
+def prompt_problem(prompt: wire.GeneratePrompt, vocab_size: int, context: int) -> str | None:
     """Why a prompt cannot be completed; None: it can. A completion may be cut at the context's end."""
     if not prompt.token_ids:
         return "the prompt has no tokens: send at least one"
@@ -66,15 +57,15 @@ def prompt_problem(prompt: GeneratePrompt, vocab_size: int, context: int) -> str
     return None
 
 
-def ranks(sampling: Sampling, vocab_size: int) -> int:
+def ranks(sampling: wire.Sampling, vocab_size: int) -> int:
     """K: ids per position to ask the engine for."""
-    masked = sampling.top_k + MASK_TIES if sampling.mask else 0
+    masked = sampling.top_k + wire.MASK_TIES if sampling.mask else 0
     return min(max(sampling.student_topk, masked), vocab_size)
 
 
 def generated(
-    id: str, completion: Completion, sampling: Sampling, routes: np.ndarray | None = None
-) -> Generated:
+    id: str, completion: Completion, sampling: wire.Sampling, routes: np.ndarray | None = None
+) -> wire.Generated:
     """The answer for one finished completion; top-k ids without probability become -1. `routes`: as in
     Generated, of a completion with tokens. Raises DataError for what is no completion, and WireError for
     versions that are not ours: the engine's fault, never the prompt's."""
@@ -83,26 +74,26 @@ def generated(
     if reason not in _REASONS or (length == 0 and reason not in ("abort", TIMED_OUT)):
         raise DataError(f"the engine ended the completion after {length} tokens: {reason!r}")
     spans = [  # vLLM's label of the weights that it was started with is "default"
-        VersionSpan(Version(0, 0) if label == "default" else Version.parse(label), start, end)
+        wire.VersionSpan(wire.Version(0, 0) if label == "default" else wire.Version.parse(label), start, end)
         for label, start, end in completion.versions
         if end != start
     ]
     topk_TK = np.full((length, sampling.student_topk), -1, np.int32)
     ids, logprob = (of[:, 1 : 1 + sampling.student_topk] for of in (completion.ids, completion.logprob))
     topk_TK[:, : ids.shape[1]] = np.where(np.isneginf(logprob), -1, ids)  # a vocabulary may have fewer than K
-    return Generated(
+    return wire.Generated(
         id=id,
-        token_ids=pack(completion.token_ids),
-        logprob=pack(completion.logprob[:, 0]),
+        token_ids=wire.pack(completion.token_ids),
+        logprob=wire.pack(completion.logprob[:, 0]),
         spans=spans,
         finish_reason=reason,  # type: ignore[arg-type]
-        topk_ids=pack(topk_TK) if sampling.student_topk else None,
+        topk_ids=wire.pack(topk_TK) if sampling.student_topk else None,
         mask=_mask(completion) if sampling.mask else None,
-        routes=None if routes is None else pack(routes),
+        routes=None if routes is None else wire.pack(routes),
     )
 
 
-def _mask(completion: Completion) -> SamplingMask:
+def _mask(completion: Completion) -> wire.SamplingMask:
     """What every token was sampled from. Raises DataError where the K ids do not hold all of it."""
     ids_TK, logprob_TK = completion.ids[:, 1:], completion.logprob[:, 1:]
     left_TK = np.isfinite(logprob_TK)
@@ -113,4 +104,4 @@ def _mask(completion: Completion) -> SamplingMask:
             "and a sampling mask needs all: the engine must sample with the top_k of the request, and give "
             "log-probabilities of what it sampled from (--logprobs-mode processed_logprobs)"
         )
-    return SamplingMask(pack(left_TK.sum(1).astype("i4")), pack(ids_TK[left_TK]))
+    return wire.SamplingMask(wire.pack(left_TK.sum(1).astype("i4")), wire.pack(ids_TK[left_TK]))

@@ -14,7 +14,6 @@ tests/integration/test_replica_routing.py exercise it against the pinned version
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
@@ -38,7 +37,7 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from sync.base.address import token_from_environment
 from sync.base.decoding import convert
 from sync.base.errors import ConfigError, SnapshotError
-from sync.base.settings import REPLICA_VARIABLE, ReplicaConfig
+from sync.base.settings import ReplicaConfig
 from sync.vllm.routing import ROUTES_FROM, NativeRoutes, RouteRecord
 from sync.vllm.swap import Place, Source, Swap
 from sync.vllm.vllm_weights import initial_weights, leave_out_padding, stage_adapter, stage_weights
@@ -63,9 +62,7 @@ class CheckpointEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTransf
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._config = ReplicaConfig(run="", store_path=Path(), mirror=Path())
-        if REPLICA_VARIABLE in os.environ:  # without it an engine follows no run: others may start it so
-            self._config = ReplicaConfig.from_environment()
+        self._config = ReplicaConfig.from_environment()
         leave_out_padding(model, vllm_config, self._config.known_ids)
         self._adapters = vllm_config.lora_config is not None
         start = partial(initial_weights, vllm_config, model)
@@ -166,7 +163,7 @@ class WorkerExtension:
     distill_record: RouteRecord | None = None
     """Set by the first `distill_record_routes`."""
 
-    def distill_prepare(self, path: str | None, broadcast: dict[str, Any] | None = None) -> None:
+    def distill_prepare(self, path: str | None, broadcast: dict[str, Any] | None) -> None:
         """Begin to stage a version, from a folder or by the ticket of this replica's first worker; worker i
         has the i-th rank from there. See `distill_prepared`."""
         ticket = None if broadcast is None else convert(broadcast, BroadcastTicket)

@@ -14,15 +14,14 @@ BACKEND: Final = "distill"
 
 
 def register() -> None:
-    """Register the engine by name, without importing it. Calling again changes nothing."""
+    """Register the engine by name, without importing it. vLLM calls this once in each process."""
     redact_process()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
     from sync.vllm import vllm_compat
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "sync.vllm.engine", "CheckpointEngine")
+    WeightTransferEngineFactory.register_engine(BACKEND, "sync.vllm.engine", "CheckpointEngine")
     vllm_compat.tell_engine_signals()
     if current_platform.is_cpu():
         vllm_compat.avoid_amx_attention()

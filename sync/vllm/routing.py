@@ -55,18 +55,15 @@ class _Request:
         end = start + len(token_N)
         if end <= self.length:
             return
-        self._grow(end)
-        self._token_N[self.length : end] = token_N[again:]
-        self._route_NMK[self.length : end] = route_NMK[again:]
-        self.length = end
-
-    def _grow(self, end: int) -> None:
         if end > len(self._token_N):
             room = max(end, 2 * len(self._token_N)) - self.length
             self._token_N, self._route_NMK = (
                 np.concatenate([array[: self.length], np.empty((room, *array.shape[1:]), array.dtype)])
                 for array in (self._token_N, self._route_NMK)
             )
+        self._token_N[self.length : end] = token_N[again:]
+        self._route_NMK[self.length : end] = route_NMK[again:]
+        self.length = end
 
     def message(self) -> dict[str, Any]:
         if self.unread is not None:
@@ -111,13 +108,11 @@ class RouteRecord:
         for request in requests:
             if request in self._requests:
                 self._requests[request].ended = now
-        late = [
-            request
+        self._requests = {
+            request: recorded
             for request, recorded in self._requests.items()
-            if recorded.ended is not None and now - recorded.ended > KEPT_SECONDS
-        ]
-        for request in late:
-            del self._requests[request]
+            if recorded.ended is None or now - recorded.ended <= KEPT_SECONDS
+        }
 
     def take(self, request: str) -> dict[str, Any] | None:
         """Message for `routes_of` with all that is recorded of `request`, which is forgotten. None: nothing

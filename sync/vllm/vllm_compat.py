@@ -64,9 +64,9 @@ T = TypeVar("T")
 
 
 def avoid_amx_attention() -> None:
-    """Let attention on CPUs use the kernel "vec" where vLLM would choose "amx". Again changes nothing. The
-    AMX kernel of vLLM 0.32 ends the engine by SIGILL: tiles are used in threads that have not configured
-    them. "vec" is as fast. Raises ConfigError for another version on a processor with AMX: it is untried."""
+    """Let attention on CPUs use the kernel "vec" where vLLM would choose "amx". The AMX kernel of vLLM 0.32
+    ends the engine by SIGILL: tiles are used in threads that have not configured them. "vec" is as fast.
+    Raises ConfigError for another version on a processor with AMX: it is untried."""
     from vllm.v1.attention.backends import cpu_attn
 
     if not vllm.__version__.startswith(_AMX_TRIED):
@@ -77,8 +77,6 @@ def avoid_amx_attention() -> None:
             )
         return
     choose = cpu_attn._get_attn_isa
-    if choose.__module__ == __name__:
-        return
 
     def without_amx(*args: Any, **options: Any) -> str:
         isa = str(choose(*args, **options))
@@ -119,10 +117,8 @@ def fork_engine() -> None:
 
 
 def tell_engine_signals() -> None:
-    """Log which signal ended an engine process: vLLM logs only that it ended. Again changes nothing."""
+    """Log which signal ended an engine process: vLLM logs only that it ended."""
     watch = CoreEngineProcManager.monitor_engine_liveness
-    if watch.__module__ == __name__:
-        return
 
     def watch_and_tell(manager: Any) -> None:
         watch(manager)

@@ -35,21 +35,7 @@ from vllm.model_executor.layers.attention import Attention, is_deferred_attentio
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import (
-    LAYERWISE_INFO,
-    _get_original_loader,
-    _layerwise_process,
-    _place_kernel_tensors,
-    finalize_layerwise_reload,
-    get_layerwise_info,
-    initialize_online_processing,
-)
-from vllm.model_executor.model_loader.reload.meta import (
-    SKIP_LOAD_TENSORS,
-    SKIP_TENSORS,
-    restore_layer_on_meta,
-)
+from vllm.model_executor.model_loader.reload import layerwise, meta
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.platforms import current_platform
@@ -119,15 +105,15 @@ def load_weights(model: Any, model_config: ModelConfig, tensors: NamedTensors) -
     """Put a whole checkpoint into a live model that is not staged, in place, through layerwise reload. Raises
     as `stage_weights`; the model is then mixed, but can be loaded again."""
     names = {name for name, _ in model.named_parameters()}
-    initialize_layerwise_reload(model)
+    layerwise.initialize_layerwise_reload(model)
     try:
         missing = _fill(model, names, tensors)
-        finalize_layerwise_reload(model, model_config)
+        layerwise.finalize_layerwise_reload(model, model_config)
     except BaseException:
         for layer in model.modules():  # the live tensors again, not placeholders: a new reload can start
-            info = get_layerwise_info(layer)
+            info = layerwise.get_layerwise_info(layer)
             if info.can_load() and info.kernel_tensors is not None:
-                _place_kernel_tensors(layer, info)
+                layerwise._place_kernel_tensors(layer, info)
             info.reset()
         raise
     for layer in model.modules():
@@ -149,7 +135,7 @@ def _fill(model: Any, names: set[str], tensors: NamedTensors) -> set[str]:
     """Parameters that got nothing, of a model in layerwise reload that otherwise has those of `names`."""
     expected = names & {name for name, _ in model.named_parameters()}  # without what vLLM computes of them
     loaded = model.load_weights(tensors)
-    infos = ((prefix, layer, get_layerwise_info(layer)) for prefix, layer in model.named_modules())
+    infos = ((prefix, layer, layerwise.get_layerwise_info(layer)) for prefix, layer in model.named_modules())
     idle = [(prefix, layer) for prefix, layer, info in infos if info.can_load() and info.load_numel <= 0]
     kept = {f"{prefix}.{name}" for prefix, layer in idle for name, _ in layer.named_parameters(recurse=False)}
     if past := kept & (loaded or set()):
@@ -220,8 +206,8 @@ def why_not_staged(model: nn.Module, quantised: bool, room: int | None) -> str |
 
 def bytes_needed(model: nn.Module) -> int:
     """Most host memory that staging takes in this worker: every parameter once, a tied head's too."""
-    parameters = (get_layerwise_info(module).restore_metadata[0].values() for module in model.modules())
-    return sum(tensor.nbytes for layer in parameters for tensor in layer)
+    infos = (layerwise.get_layerwise_info(module) for module in model.modules())
+    return sum(tensor.nbytes for info in infos for tensor in info.restore_metadata[0].values())
 
 
 def _plain(layer: nn.Module) -> bool:
@@ -262,23 +248,24 @@ class Staging:
 
     def _empty(self, live: nn.Module, shadow: nn.Module, clones: dict[int, torch.Tensor]) -> None:
         """Take the weights out of a shadow, and have vLLM process it when it is loaded again."""
-        known = get_layerwise_info(live)
+        known = layerwise.get_layerwise_info(live)
         parameters, buffers = known.restore_metadata
         tensors = _alike(parameters), _alike(buffers)
-        info = LAYERWISE_INFO[shadow] = _Watched(tensors, known.restore_device)
+        info = layerwise.LAYERWISE_INFO[shadow] = _Watched(tensors, known.restore_device)
         info.done = partial(self._processed, live, shadow)
-        restore_layer_on_meta(shadow, info)
+        meta.restore_layer_on_meta(shadow, info)
         for kind in (cast(dict[str, Any], shadow._parameters), cast(dict[str, Any], shadow._buffers)):
             for name, tensor in kind.items():
                 if tensor is not None and not tensor.is_meta:  # vLLM loads it in place
                     if id(tensor) not in clones:
                         clones[id(tensor)] = _like(tensor, tensor.data.clone())
                     kind[name] = clones[id(tensor)]
-        initialize_online_processing(shadow)
+        layerwise.initialize_online_processing(shadow)
 
     def _processed(self, live: nn.Module, shadow: nn.Module, loaded: set[str]) -> None:
         _pack_experts(shadow)
-        self._take(live, shadow, (loaded | shadow._parameters.keys()) - SKIP_LOAD_TENSORS)  # these come later
+        loaded |= shadow._parameters.keys()
+        self._take(live, shadow, loaded - meta.SKIP_LOAD_TENSORS)  # these come later
 
     def _take(self, live: nn.Module, shadow: nn.Module, names: set[str]) -> None:
         """Keep what differs from the live tensors of these names."""
@@ -300,13 +287,13 @@ class Staging:
         """Process layers with padding and take over what is left, when the shadow's loader is through.
         Raises ValueError for what no swap can bring."""
         for live, shadow in self._pairs:
-            info = get_layerwise_info(shadow)
+            info = layerwise.get_layerwise_info(shadow)
             if info.can_load() and info.load_numel > 0:
                 if is_deferred_attention_layer(shadow):
                     raise ValueError(f"{type(live).__name__} has tensors of its own, which are not staged")
-                _layerwise_process(shadow, info)
+                layerwise._layerwise_process(shadow, info)
         for (live, shadow), before in zip(self._pairs, self._before, strict=True):
-            self._take(live, shadow, SKIP_TENSORS)
+            self._take(live, shadow, meta.SKIP_TENSORS)
             self._pack_tied_head(live, shadow)
             for name, value in shadow.__dict__.items():
                 if name not in _STRUCTURE and before.get(name) is not value:
@@ -325,7 +312,7 @@ class Staging:
         for _, shadow in self._pairs:
             # Its key and vLLM's loaders refer to it in circles, which would hold this staging's tensors until
             # Python collects its oldest objects: hundreds of versions, in an engine that makes few.
-            info = LAYERWISE_INFO.pop(shadow, None)
+            info = layerwise.LAYERWISE_INFO.pop(shadow, None)
             if isinstance(info, _Watched):
                 del info.done
             shadow.__dict__.clear()
@@ -362,7 +349,7 @@ def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     alike = data.detach()
     alike.__class__, alike.__dict__ = tensor.__class__, tensor.__dict__.copy()
     if hasattr(alike, "weight_loader"):
-        alike.weight_loader = _get_original_loader(alike)
+        alike.weight_loader = layerwise._get_original_loader(alike)
     return alike
 
 

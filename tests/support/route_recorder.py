@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from sync.base.settings import ReplicaConfig
+
 SEQUENCES, PROMPT, COMPLETION, SWAP_AT, ASKED = 8, 30, 40, 6, 9
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -30,6 +32,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
+    **ReplicaConfig(run="none", store_path=Path("store"), mirror=Path("mirror")).environment(),
 }
 ENGINE: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "distributed_executor_backend": "uni"}
 ENGINE["gpu_memory_utilization"] = 0.2
@@ -52,7 +55,7 @@ def written(program: str, *words: str | Path) -> dict[str, np.ndarray]:
 
 def swap(rpc: Callable[..., list[Any]], folder: str) -> str | None:
     """Bring an engine's worker to the checkpoint in `folder`; why it refuses it, None: it holds it."""
-    rpc("distill_prepare", args=(folder,))
+    rpc("distill_prepare", args=(folder, None))
     while not (answer := rpc("distill_prepared")[0])["done"]:
         time.sleep(0.01)
     return answer["error"] or rpc("distill_apply")[0]
