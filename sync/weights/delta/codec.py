@@ -15,7 +15,7 @@ like any other. A difference needs the very bits it was taken from: callers prov
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, Union
 
@@ -56,7 +56,8 @@ def encode(old: Bits, new: Bits, kind: str, effort: Effort = "fast") -> bytes:
     assert (old.dtype, old.shape, old.ndim) == (new.dtype, new.shape, 1), "flat arrays of the same bits"
     blob = None
     if kind in MANTISSA and new.itemsize in (2, 4) and len(new) > 0:
-        if effort == "fast" and new.itemsize == 4 and _changed_share(old, new) > _WHOLE_SHARE:
+        wide = effort == "fast" and new.itemsize == 4
+        if wide and sum(int(differ.sum()) for differ in _differing(old, new)) > _WHOLE_SHARE * len(new):
             return bytes([Mode.WHOLE]) + _pack([on_host(new)], compress=False)
         blob = _differences(old, new, MANTISSA[kind], effort)
     elif np.array_equal(old, new) if isinstance(new, np.ndarray) else new.equal(old):  # type: ignore[arg-type]
@@ -92,10 +93,9 @@ def on_host(bits: Bits) -> np.ndarray:
 # --- modes ------------------------------------------------------------------------------------------------
 
 
-def _changed_share(old: Any, new: Any) -> float:
-    """Of the elements; `_CHUNK` of them are compared at once."""
-    starts = range(0, len(new), _CHUNK)
-    return sum(int((old[i : i + _CHUNK] != new[i : i + _CHUNK]).sum()) for i in starts) / len(new)
+def _differing(old: Any, new: Any) -> Iterator[Any]:
+    """Which elements differ, of `_CHUNK` at a time, where they lie."""
+    return (old[i : i + _CHUNK] != new[i : i + _CHUNK] for i in range(0, len(new), _CHUNK))
 
 
 def _differences(old: Any, new: Any, mantissa: int, effort: Effort) -> bytes | None:
@@ -118,8 +118,7 @@ def _differences(old: Any, new: Any, mantissa: int, effort: Effort) -> bytes | N
     by_bytes = wide_steps.view(np.uint8).reshape(-1, new.itemsize).T.ravel()
     head, places = Mode.GAPS, [gaps, wide_gaps]
     if len(gaps) > _GAP_SHARE * len(new) + 64:
-        differ: Any = old != new
-        differ = differ if isinstance(differ, np.ndarray) else differ.cpu().numpy()
+        differ = np.concatenate([on_host(chunk) for chunk in _differing(old, new)])
         head, places = Mode.BITMAP, [np.packbits(differ, bitorder="little")]
     return bytes([head]) + _number(len(gaps)) + _pack([*places, steps, by_bytes])
 

@@ -16,6 +16,7 @@ from hostile_store import mutated_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_store import MemoryStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sync.base.errors import SnapshotError
 from sync.base.settings import WeightsConfig
@@ -159,12 +160,29 @@ def test_offsets_beyond_two_to_the_31_are_computed_without_overflow(tmp_path: Pa
 # --- shards on a device -------------------------------------------------------------------------------------
 
 
-def test_chunks_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+class Compared(TorchDispatchMode):
+    """Notes how many elements torch compares at once, which takes memory of the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = set[int]()
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **kwargs or {})
+        if function is torch.ops.aten.ne.Tensor:
+            self.sizes.add(result.numel())
+        return result
+
+
+def test_chunks_leave_no_trace_and_no_more_is_compared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(7)
-    old = weights(random, 3077, "bf16")
     monkeypatch.setattr(codec, "_CHUNK", 1000)
-    for share in (0.02, 0.5):
-        round_trip(old, nudged(random, old, share), "bf16", "fast")
+    for kind in ("bf16", "f4"):
+        old = weights(random, 3077, kind)
+        for share in (0.02, 0.5):
+            with Compared() as compared:
+                round_trip(old, nudged(random, old, share), kind, "fast")
+            assert compared.sizes == {1000, 77}
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
