@@ -35,6 +35,8 @@ class Cluster(Protocol):
     """Address of this machine that the others reach."""
     nodes: list[Node]
     """The machines that a run may use, the controller's first."""
+    env: Mapping[str, str]
+    """Variables of its clients alone."""
 
     def client(
         self, need: Process, nodes: Sequence[Node], argv: Sequence[str], env: Mapping[str, str]
@@ -106,5 +108,6 @@ def plan(config: RunConfig, engine: Cluster, env: Mapping[str, str], say: Callab
     for need in role_needs:
         name, argv = need.name, [*DISTILL, *role_words(config, need.section, need.index)]
         client = engine.client(need, where[name], argv, env)
-        roles.children.append(ChildSpec(name, client, env, roles.expected.get(name), ends=name == TRAINER))
+        spec = ChildSpec(name, client, {**env, **engine.env}, roles.expected.get(name), ends=name == TRAINER)
+        roles.children.append(spec)
     return roles

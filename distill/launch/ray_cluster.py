@@ -1,7 +1,7 @@
 """The machines of a Ray cluster for a run: an existing cluster, or a head of the run's own on this machine.
 
-This process never connects to Ray itself: `ray_nodes` lists the machines, and a client (`ray_role`) for each
-process of the run starts it.
+This process never connects to Ray itself: a client (`ray_role`) lists the machines, and one for each process
+of the run starts it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from typing import Any, Final
 
 from distill.config.cluster import RayCluster
 from distill.guardian import MODULE
-from distill.launch.ray_nodes import AUTH_MODE, AUTH_TOKEN_PATH
+from distill.launch.ray_role import AUTH_MODE
 from distill.preflight_checks.placement import Node
 from distill.topology import Process
 from sync.base.address import TOKEN_FILE_VARIABLE
 from sync.base.errors import ConfigError
 
+AUTH_TOKEN_PATH: Final = "RAY_AUTH_TOKEN_PATH"
 HEAD: Final = "ray-head"
 START_SECONDS: Final = 120.0
 """A head has so long to be up; it takes 5 s on an idle machine."""
@@ -49,6 +50,7 @@ _HEAD: Final = (
     "start --head --block --port=0 --include-dashboard=false --disable-usage-stats "
     f"--min-worker-port=0 --max-worker-port=0 --object-store-memory=80000000 --node-ip-address={LOOPBACK}"
 ).split()
+_CLIENT: Final = (sys.executable, "-P", "-m", "distill.launch.ray_role", "--address")
 
 
 class Ray:
@@ -67,7 +69,7 @@ class Ray:
             )
         self._config, self._leaving = config, ExitStack()
         self._address, self.host = config.address or "", ""
-        self.nodes: list[Node] = []
+        self.nodes, self.env = list[Node](), dict[str, str]()
 
     def __enter__(self) -> Ray:
         """Ray takes this project's token file, unless RAY_AUTH_MODE is set.
@@ -78,7 +80,7 @@ class Ray:
             if self._config.address is None:
                 self._start_head()
             elif (path := os.environ.get(TOKEN_FILE_VARIABLE)) and AUTH_MODE not in os.environ:
-                self._set({AUTH_MODE: "token", AUTH_TOKEN_PATH: path})
+                self.env = {AUTH_MODE: "token", AUTH_TOKEN_PATH: path}
             machines = self._machines()
             self.host = str(machines[0]["address"])
             self.nodes = [Node(machine["name"], machine["gpus"], machine["cpus"]) for machine in machines]
@@ -89,10 +91,13 @@ class Ray:
         self._leaving.close()
 
     def _machines(self) -> list[dict[str, Any]]:
-        """What `ray_nodes` prints."""
-        line = [sys.executable, "-P", "-m", "distill.launch.ray_nodes", self._address]
+        """What a client without a command prints."""
+        env = {**os.environ, **self.env}
+        line = [*_CLIENT, self._address]
         try:
-            done = subprocess.run(line, capture_output=True, text=True, timeout=LIST_SECONDS, check=False)
+            done = subprocess.run(
+                line, env=env, capture_output=True, text=True, timeout=LIST_SECONDS, check=False
+            )
         except subprocess.TimeoutExpired:
             raise ConfigError(
                 f"the Ray cluster at {self._address} has not named its machines within {LIST_SECONDS:.0f} s: "
@@ -108,8 +113,8 @@ class Ray:
     ) -> list[str]:
         """See `Cluster`. Values of variables stay in the environment that the client is started with."""
         inherited = {name for name in os.environ if name.startswith("HF_") or name == TOKEN_FILE_VARIABLE}
-        line = [sys.executable, "-P", "-m", "distill.launch.ray_role", "--address", self._address]
-        line += ["--name", need.name, "--nodes", ",".join(node.name for node in nodes)]
+        line = [*_CLIENT, self._address, "--name", need.name]
+        line += ["--nodes", ",".join(node.name for node in nodes)]
         line += ["--gpus", str(need.gpus), "--env", ",".join(sorted({*env, *self._config.env, *inherited}))]
         return [*line, "--", *argv]
 
@@ -119,7 +124,7 @@ class Ray:
         token, log, address = folder / "token", folder / "head.log", folder / "ray_current_cluster"
         token.touch(mode=0o600)
         token.write_text(secrets.token_urlsafe(32))
-        self._set({**_ALONE, AUTH_MODE: "token", AUTH_TOKEN_PATH: str(token)})
+        self.env = {**_ALONE, AUTH_MODE: "token", AUTH_TOKEN_PATH: str(token)}
         ray = [sys.executable, "-P", "-m", "ray.scripts.scripts", *_HEAD]
         with socket.socket() as probe:  # of a server that Ray starts unasked, at a port that may be taken
             probe.bind((LOOPBACK, 0))
@@ -131,6 +136,7 @@ class Ray:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                env={**os.environ, **self.env},
                 pass_fds=(read_end,),
                 start_new_session=True,
             )
@@ -148,17 +154,3 @@ class Ray:
                 raise ConfigError(f"Ray cannot be started on this machine:\n{log.read_text()[-2000:]}")
             time.sleep(0.1)
         self._address = address.read_text().strip()
-
-    def _set(self, variables: Mapping[str, str]) -> None:
-        """Set variables for the processes that this one starts, until `__exit__`."""
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-
-        def restore() -> None:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
-
-        self._leaving.callback(restore)

@@ -1,6 +1,7 @@
-"""Run a command on machines of a Ray cluster, as a local process that a launcher supervises:
+"""Run a command on machines of a Ray cluster, as a local process that a launcher supervises; without COMMAND,
+print the machines that are alive as JSON, this one first:
 
-    python -m distill.launch.ray_role --address HOST:PORT --name NAME --nodes A[,B…] --gpus N -- COMMAND …
+    python -m distill.launch.ray_role --address HOST:PORT [--name NAME --nodes A[,B…] --gpus N -- COMMAND …]
 
     this client ──Ray──▶ an actor on each machine ──▶ guardian ──▶ COMMAND
 
@@ -19,19 +20,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import json
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from distill.launch.ray_actor import CALLS, Command, RoleActor
-from distill.launch.ray_nodes import NODE_LABEL, alive, connected
 from sync.base.errors import ConfigError
 from sync.base.secrets import redact_process
 
+AUTH_MODE: Final = "RAY_AUTH_MODE"
+CONNECT_SECONDS: Final = 10.0
+NODE_LABEL: Final = "ray.io/node-id"
+"""Label by which Ray knows each machine."""
 NODE_INDEX_VARIABLE: Final = "DISTILL_NODE_INDEX"
 """Tells a command that runs on several machines which one it is on."""
 LOST: Final = 128 + signal.SIGKILL
@@ -53,7 +61,7 @@ class Order:
 
     address: str
     nodes: list[str]
-    """Machines, as `ray_nodes` names them: wanted, one for each command."""
+    """Machines, as `alive` names them: wanted, one for each command; none: they are to be listed."""
     gpus: int
     command: Command
 
@@ -62,21 +70,75 @@ def parse(arguments: Sequence[str]) -> Order:
     """The order that this program's arguments give; the variables that --env names are in its environment."""
     parser = argparse.ArgumentParser(prog="python -m distill.launch.ray_role")
     parser.add_argument("--address", required=True, help="host:port of the Ray cluster")
-    parser.add_argument("--name", required=True, help="of the role")
-    parser.add_argument("--nodes", required=True, help="machines, joined by commas")
+    parser.add_argument("--name", default="", help="of the role")
+    parser.add_argument("--nodes", default="", help="machines, joined by commas")
     parser.add_argument("--gpus", type=int, default=0, help="on each machine")
     parser.add_argument("--env", default="", help="names of variables that the command is given")
-    parser.add_argument("command", nargs="+", metavar="COMMAND")
+    parser.add_argument("command", nargs="*", metavar="COMMAND")
     options = parser.parse_args(arguments)
     env = {name: os.environ[name] for name in options.env.split(",") if name}
     command = Command(options.name, options.command, env, sys.executable, os.getcwd())
-    return Order(options.address, options.nodes.split(","), options.gpus, command)
+    return Order(options.address, [*filter(None, options.nodes.split(","))], options.gpus, command)
 
 
 def say(text: str) -> None:
     """A line of this client among the role's."""
     sys.stdout.buffer.write(f"ray: {text}\n".encode())
     sys.stdout.buffer.flush()
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[Any]:
+    """The module `ray`, connected to the cluster at host:port and never to another. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    try:  # Ray itself would try for a minute
+        if not host:
+            raise ValueError("no port")
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"cluster.address {address}: no Ray cluster is there ({error}): write HOST:PORT as `ray start "
+            "--head` prints it, or leave cluster.address out and a run starts one on its own machine"
+        ) from None
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="warning")
+    except (OSError, RuntimeError, ValueError) as error:  # Ray's own are RuntimeErrors
+        raise ConfigError(
+            f"cluster.address {address}: Ray does not let this process in ({error}). This machine must be in "
+            f"the cluster (`ray start --address={address}`), with the same {AUTH_MODE}, token and version "
+            "of Ray"
+        ) from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def alive(ray: Any) -> dict[str, dict[str, Any]]:
+    """Name → what Ray says of each machine that is alive, the one of this process first.
+
+    The name is Ray's own, by default its address; its id where another machine has the same name.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    here = ray.get_runtime_context().get_node_id()
+    nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeName"]))
+    count = Counter(node["NodeName"] for node in nodes)
+    return {node["NodeName"] if count[node["NodeName"]] == 1 else node["NodeID"]: node for node in nodes}
+
+
+def listing(ray: Any) -> list[dict[str, Any]]:
+    """Name, address and resources of each of `alive`."""
+    return [
+        {
+            "name": name,
+            "address": node["NodeManagerAddress"],
+            "gpus": int(node["Resources"].get("GPU", 0)),
+            "cpus": int(node["Resources"].get("CPU", 0)),
+        }
+        for name, node in alive(ray).items()
+    ]
 
 
 async def reserve(ray: Any, order: Order) -> Any:
@@ -133,7 +195,7 @@ class Remote:
         self._command = replace(order.command, env={**order.command.env, **several})
         self._errors = ray.exceptions
         paths = {name: value for name, value in order.command.env.items() if name == "PYTHONPATH"}
-        self._actor = (
+        self.actor = (
             ray.remote(RoleActor)
             .options(
                 num_cpus=0,
@@ -149,12 +211,12 @@ class Remote:
         """Start it and show what it writes, until it ends or is lost."""
         try:
             async with asyncio.timeout(START_SECONDS):
-                machine = await self._actor.start.remote(self._command)
+                machine = await self.actor.start.remote(self._command)
             say(f"{self._command.name} runs on {machine}")
             while chunk := await self._output():
                 sys.stdout.buffer.write(chunk)
                 sys.stdout.buffer.flush()
-            return End(await self._actor.status.remote())
+            return End(await self.actor.status.remote())
         except self._errors.RayActorError as error:
             said = str(error).strip().splitlines()[-1].strip().partition(". ")[0]
             return End(LOST, f"is lost with its machine or its actor ({said})")
@@ -166,43 +228,37 @@ class Remote:
     async def _output(self) -> bytes:
         while True:
             try:
-                return await self._actor.output.remote()
+                return await self.actor.output.remote()
             except self._errors.ActorUnavailableError:  # Ray has not given the machine up
                 await asyncio.sleep(_LOOK_SECONDS)
-
-    def terminate(self) -> None:
-        self._actor.terminate.remote()
-
-    def kill(self) -> None:
-        self._actor.kill.remote()
 
 
 async def drive(ray: Any, order: Order) -> End:
     """Run the command on all its machines; the first end that is not in order, else the first."""
-    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+    this, remotes = asyncio.current_task(), list[Remote]()
     assert this is not None, "runs in a task"
+
+    def end() -> None:
+        for remote in remotes:
+            remote.actor.terminate.remote()
+        if not remotes:
+            this.cancel()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, this.cancel)
+        asyncio.get_running_loop().add_signal_handler(number, end)
     try:
         group = await reserve(ray, order)
     except asyncio.CancelledError:
         return End(128 + signal.SIGTERM)
-    remotes = [Remote(ray, group, index, order) for index in range(len(order.nodes))]
-
-    def terminate() -> None:
-        for remote in remotes:
-            remote.terminate()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, terminate)
+    remotes += [Remote(ray, group, index, order) for index in range(len(order.nodes))]
     running = [asyncio.create_task(remote.run()) for remote in remotes]
     done, left = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     ends = [task.result() for task in done]
     if left and not any(end.status for end in ends):
         await asyncio.wait(left, timeout=ORDERLY_SECONDS)
-    for actor, task in zip(remotes, running, strict=True):
+    for remote, task in zip(remotes, running, strict=True):
         if not task.done():
-            actor.kill()
+            remote.actor.kill.remote()
     ends += await asyncio.gather(*left)
     return next((end for end in ends if end.status), ends[0])
 
@@ -213,9 +269,12 @@ def main() -> int:
     try:
         order = parse(sys.argv[1:])
         with connected(order.address) as ray:
+            if not order.nodes:
+                sys.stdout.write(f"{json.dumps(listing(ray))}\n")
+                return 0
             end = asyncio.run(drive(ray, order))
     except ConfigError as error:
-        say(str(error))
+        sys.stderr.write(f"{error}\n")
         return 2
     if end.why:
         say(f"{order.command.name} {end.why}")  # last: Ray says much by itself

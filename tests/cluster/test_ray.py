@@ -96,7 +96,7 @@ def nothing_left(cluster: RayHosts) -> Callable[[], bool]:
 
 def listed(cluster: RayHosts, index: int, **variables: str) -> subprocess.CompletedProcess[str]:
     """The machines of the cluster, asked for on a host."""
-    words = [sys.executable, "-P", "-m", "distill.launch.ray_nodes", cluster.address]
+    words = [sys.executable, "-P", "-m", "distill.launch.ray_role", "--address", cluster.address]
     line, env = cluster.command(cluster.hosts[index], words), cluster.environment | variables
     return subprocess.run(line, env=env, capture_output=True, text=True, check=False)
 
@@ -260,7 +260,8 @@ def test_a_head_of_its_own_is_on_loopback_and_leaves_nothing(tmp_path: Path) -> 
         (node,) = own.nodes
         assert (own.host, node.name) == ("127.0.0.1", "127.0.0.1")
         words = own.client(Process("role-0"), [node], [sys.executable, "-c", "raise SystemExit(5)"], {})
-        assert subprocess.run(words, check=False, timeout=120).returncode == 5
+        env = os.environ | own.env
+        assert subprocess.run(words, env=env, check=False, timeout=120).returncode == 5
         assert listening(others) == {"127.0.0.1"}
     assert not set(psutil.Process().children(recursive=True)) - set(others)
     assert dict(os.environ) == before

@@ -25,6 +25,8 @@ _COMMAND_SECONDS: Final = 120.0
 class Slurm:
     """A `Cluster` inside an allocation."""
 
+    env: Final = dict[str, str]()
+
     def __init__(self, settings: SlurmCluster) -> None:
         """Raises ConfigError outside of a job, and in one with less than `settings` say, and RemoteError when
         scontrol fails."""

@@ -54,7 +54,7 @@ def test_a_client_names_variables_and_finds_their_values_in_its_environment(monk
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "127.0.0.1:ray"])
 def test_an_address_without_a_cluster_is_refused_at_once(address: str) -> None:
-    words = [sys.executable, "-P", "-m", "distill.launch.ray_nodes", address]
+    words = [sys.executable, "-P", "-m", "distill.launch.ray_role", "--address", address]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert f"cluster.address {address}: no Ray cluster is there" in done.stderr
