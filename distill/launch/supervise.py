@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 GUARDIAN_SECONDS = 10.0
 """Time for a guardian to kill all that is below it; after it the guardian's group is killed."""
 POLL_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 30.0
-"""Before a restart. A child that was healthy for longer starts again with the first pause."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
+"""Before a restart: doubles with each, and is the first again once a child was healthy for the longest."""
 KILLED = {-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL}
 """Exit statuses after SIGKILL: of a guardian, of its command, and the deepspeed launcher's for a rank's."""
 LAST_LINES, _MOST_LOG = 20, 1 << 24
@@ -109,13 +109,13 @@ async def guarded(spec: ChildSpec, pipe: int, output: IO[bytes] | None = None) -
 class Child:
     """One process, through all its restarts. Times are monotonic."""
 
-    def __init__(self, spec: ChildSpec, log_path: Path, first_pause: float) -> None:
+    def __init__(self, spec: ChildSpec, log_path: Path) -> None:
         self.spec, self.log_path = spec, log_path
         self.phase = Phase.STARTING
         self.came_up = False
         """Whether it was ever healthy."""
         self.restarts = 0
-        self.pauses = Backoff(first_pause, LONGEST_PAUSE_SECONDS)
+        self.pauses = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         self.started = self.ready_since = math.inf
         self.process: asyncio.subprocess.Process | None = None
         self._log_begins = 0
@@ -172,10 +172,9 @@ class Child:
 class Supervisor:
     """All child processes of a launcher.
 
-    `restarts`: most restarts, all children together. `first_pause`: seconds between a child's first
-    death and its restart; doubles with every further one, up to LONGEST_PAUSE_SECONDS. `start_seconds`: time
-    for all to come up, and for each that is restarted later. `health_seconds`: /health without an answer for
-    so long means that a server that answered before hangs; 0: never.
+    `restarts`: most restarts, all children together. `start_seconds`: time for all to come up, and for each
+    that is restarted later. `health_seconds`: /health without an answer for so long means that a server that
+    answered before hangs; 0: never.
     """
 
     def __init__(
@@ -183,11 +182,10 @@ class Supervisor:
         specs: Sequence[ChildSpec],
         logs: Path,
         restarts: int,
-        first_pause: float = 1.0,
         start_seconds: float = math.inf,
         health_seconds: float = 0.0,
     ) -> None:
-        self.children = {spec.name: Child(spec, logs / f"{spec.name}.log", first_pause) for spec in specs}
+        self.children = {spec.name: Child(spec, logs / f"{spec.name}.log") for spec in specs}
         self._restarts_left = restarts
         self._start_seconds, self._health_seconds = start_seconds, health_seconds
         self._tending: list[asyncio.Task[None]] = []

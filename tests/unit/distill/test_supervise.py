@@ -21,6 +21,7 @@ from waiting import until
 from distill import guardian
 from distill.aio import cancel
 from distill.cli.options import guarded
+from distill.launch import supervise as supervision
 from distill.launch.supervise import LONGEST_PAUSE_SECONDS, ChildFailed, ChildSpec, Phase, Supervisor
 from sync.base.errors import how_it_ended
 
@@ -44,13 +45,14 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 @pytest.fixture
-async def supervise(tmp_path: Path):
+async def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Makes a started supervisor, which is stopped at the end of the test; `watched`: ready, and watching."""
     made: list[Supervisor] = []
     watching: list[asyncio.Task[None]] = []
 
-    async def start(specs, restarts=0, *more, watched=False, **options) -> Supervisor:
-        supervisor = Supervisor(specs, tmp_path, restarts, *more, **options)
+    async def start(specs, restarts=0, first_pause=0.01, watched=False, **options) -> Supervisor:
+        monkeypatch.setattr(supervision, "FIRST_PAUSE_SECONDS", first_pause)
+        supervisor = Supervisor(specs, tmp_path, restarts, **options)
         made.append(supervisor)
         await supervisor.start()
         if watched:
@@ -116,7 +118,7 @@ def test_a_status_names_the_signal_whoever_passed_it_on_and_that_of_an_exit_none
 
 
 async def test_a_death_is_mended_until_the_budget_is_spent(supervise):
-    supervisor = await supervise([ChildSpec("flaky", SLEEPER)], restarts=2, first_pause=0.01)
+    supervisor = await supervise([ChildSpec("flaky", SLEEPER)], restarts=2)
     await supervisor.ready()
     child, lives = supervisor.children["flaky"], set[int]()
 
@@ -137,7 +139,7 @@ async def test_a_death_is_mended_until_the_budget_is_spent(supervise):
 async def test_a_child_killed_while_the_run_starts_is_started_again(supervise):
     lives: list[int] = []
     spec = ChildSpec("slow", SLEEPER, joined=lambda: len(lives) == 2)
-    supervisor = await supervise([spec], restarts=1, first_pause=0.01)
+    supervisor = await supervise([spec], restarts=1)
     await spoke(supervisor, "slow")
     waiting = asyncio.create_task(supervisor.ready())
     for _ in range(2):
@@ -160,7 +162,7 @@ async def test_a_child_that_has_joined_and_fails_while_others_start_is_started_a
         ChildSpec("trainer", fails_once, joined=lambda: True, prepare=lambda: lives.append(1)),
         ChildSpec("late", SLEEPER, joined=late.is_set),
     ]
-    supervisor = await supervise(specs, restarts=1, first_pause=0.01)
+    supervisor = await supervise(specs, restarts=1)
     starting = asyncio.create_task(supervisor.ready())
     await asyncio.to_thread(until, lambda: len(lives) == 2)
     assert not starting.done()
@@ -212,7 +214,7 @@ async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_paus
 
 
 async def test_a_child_that_was_healthy_for_long_is_started_again_soon(tmp_path: Path):
-    supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=9, first_pause=1.0)
+    supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=9)
     child = supervisor.children["flaky"]
     pauses = [child.next_pause() for _ in range(3)]
     child.ready_since = time.monotonic() - LONGEST_PAUSE_SECONDS - 1.0
@@ -224,7 +226,7 @@ async def test_status_0_is_the_orderly_end_of_a_child_that_may_end(supervise, tm
     mark, left = tmp_path / "died once", list[str]()
     once = ["sh", "-c", f"test -e '{mark}' && exit 0; touch '{mark}'; exit {deaths}"]
     spec = ChildSpec("trainer", once, ends=True, left=lambda: left.append("trainer"))
-    supervisor = await supervise([spec], deaths, first_pause=0.01)
+    supervisor = await supervise([spec], deaths)
     await supervisor.watch()
     assert await supervisor.children["trainer"].exit() == 0
     assert left == ["trainer"]
@@ -281,7 +283,7 @@ def test_a_guardian_whose_launcher_is_gone_asks_its_command_to_end_unless_it_is_
 async def test_a_guardian_killed_without_warning_leaves_nobody_whatever_the_session(supervise):
     bystander = await asyncio.create_subprocess_exec(*SLEEPER, start_new_session=True)
     specs = [ChildSpec("parent", PARENT), ChildSpec("other", SLEEPER)]
-    supervisor = await supervise(specs, 1, 0.01, watched=True)
+    supervisor = await supervise(specs, 1, watched=True)
     await spoke(supervisor, "parent", "other")
     guardian, other = (supervisor.children[name].process for name in ("parent", "other"))
     processes, others = below(guardian.pid), below(other.pid)
@@ -298,7 +300,7 @@ async def test_a_guardian_killed_without_warning_leaves_nobody_whatever_the_sess
 async def test_a_child_that_hangs_is_killed_and_started_again(supervise):
     told: list[object] = []
     spec = ChildSpec("hangs", SLEEPER, died=lambda: told.append((child.process, child.phase)))
-    supervisor = await supervise([spec], restarts=1, first_pause=0.01)
+    supervisor = await supervise([spec], restarts=1)
     await supervisor.ready()
     child = supervisor.children["hangs"]
     first = child.process
@@ -315,7 +317,7 @@ async def test_a_server_that_is_stopped_is_killed_and_started_again_and_its_neig
     supervise, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     specs = [server("stopped", tmp_path), server("well", tmp_path)]
-    supervisor = await supervise(specs, restarts=1, first_pause=0.01, health_seconds=3.0, watched=True)
+    supervisor = await supervise(specs, restarts=1, health_seconds=3.0, watched=True)
     stopped, well = supervisor.children["stopped"], supervisor.children["well"]
     first, other = stopped.process, well.process
     below(first.pid)[0].send_signal(signal.SIGSTOP)
@@ -336,7 +338,7 @@ async def test_a_restarted_child_that_does_not_come_up_is_killed_and_started_aga
     spec = ChildSpec(
         "late", SLEEPER, joined=lambda: len(starts) in (1, 3), prepare=lambda: starts.append(None)
     )
-    supervisor = await supervise([spec], restarts=2, first_pause=0.01, start_seconds=0.5, watched=True)
+    supervisor = await supervise([spec], restarts=2, start_seconds=0.5, watched=True)
     child = supervisor.children["late"]
     supervisor.kill_child("late")
     await asyncio.to_thread(until, lambda: len(starts) == 3 and child.phase is Phase.READY)
