@@ -11,7 +11,7 @@ taken as the least that it can be now, so that only those that could be the chea
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -122,28 +122,21 @@ def _completions(model: Any, tokenizer: Any, prompts: list[list[int]]) -> list[C
 
 def _without(model: Any, decoder_layers: nn.ModuleList, gone: list[int], texts: list[Completed]) -> Tensor:
     """`logp` of the model without these layers; the model has all of them again afterwards."""
-    decoder, config = model.get_decoder(), model.config
-    before = dict(_per_layer(config, len(decoder_layers)))
+    fields = vars(model.config)
+    before = dict(fields)
     _keep(model, decoder_layers, [place for place in range(len(decoder_layers)) if place not in gone])
     try:
         return logp(model, texts)
     finally:
-        decoder.layers = decoder_layers
-        for name, value in before.items():
-            setattr(config, name, value)
+        model.get_decoder().layers = decoder_layers
+        fields.update(before)
 
 
 def _keep(model: Any, decoder_layers: nn.ModuleList, kept: list[int]) -> None:
-    """Leave the model with these layers, and its configuration with what is said of them."""
-    for name, value in list(_per_layer(model.config, len(decoder_layers))):
-        of_kept = [value[place] for place in kept] if isinstance(value, list) else len(kept)
-        setattr(model.config, name, of_kept)
+    """Leave the model with these layers, and its configuration with what it says of each."""
+    fields = model.config.to_dict()
+    model.config.num_hidden_layers = len(kept)
+    for name, value in fields.items():
+        if isinstance(value, list) and len(value) == len(decoder_layers):
+            setattr(model.config, name, [value[place] for place in kept])
     model.get_decoder().layers = nn.ModuleList(decoder_layers[place] for place in kept)
-
-
-def _per_layer(config: Any, layers: int) -> Iterator[tuple[str, Any]]:
-    """Fields of a configuration that say how many layers there are, or something of each."""
-    yield "num_hidden_layers", config.num_hidden_layers
-    for name, value in config.to_dict().items():
-        if isinstance(value, list) and len(value) == layers:
-            yield name, value

@@ -23,8 +23,6 @@ CACHE = Path(".cache")
 ROOT = Path(__file__).parent.parent
 Task = Literal["sort_letters", "guess", "calculate"]
 """Modules of distill.tasks that make models."""
-
-
 SOURCES: Final[dict[Task, Path]] = {
     "sort_letters": Path("configs/quickstart.toml"),
     "guess": Path("configs/quickstart_guess.toml"),
@@ -72,8 +70,8 @@ def _file(config: Path) -> Path:
 def make_models(folder: Path, seed: int, task: Task = "sort_letters") -> Models:
     """Make the task's models in a subprocess, so that this process stays light."""
     command = [sys.executable, "-P", "-m", f"distill.tasks.{task}", str(folder), str(seed)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode != 0:
         raise DistillError(f"the models could not be made:\n{done.stderr[-2000:]}")
     teacher, student = done.stdout.split("\n")[-3:-1]
