@@ -33,7 +33,7 @@ from distill.config.loading import located, merge, paths, read, validate
 from distill.launch.templates import filled
 from distill.preflight_checks.checks import check_keys
 from distill.preflight_checks.placement import needs
-from distill.topology import CONTROLLER, TRAINER, Process, command
+from distill.topology import CONTROLLER, TRAINER, command
 from sync.base import secrets
 from sync.base.address import TOKEN_FILE_VARIABLE, token_from_environment
 from sync.base.errors import ConfigError
@@ -199,7 +199,10 @@ def roles(config: RunConfig, target: Target, url: str) -> list[Role]:
         name, *options = command(section, INDEX)
         serves, pods = process.role is not None, (1 + len(others)) * process.nodes
         keeps = process.role in (None, PeerRole.EVALUATOR)
-        reads = serves and bool(_below(config.run.folder, _read(config, process)))
+        alone = isinstance(process.place, ModelSource)
+        sections = [process.place] if alone else [config.student, process.place]
+        tables = [section.model_dump(mode="json") for section in sections if section is not None]
+        reads = serves and bool(_below(config.run.folder, tables))
         claims = target.keeps and (keeps or reads or (process.follows and reads_volume(config)))
         beside = mirrors if process.follows else None if keeps else run_dir
         place = beside if claims else config.run.folder
@@ -223,13 +226,6 @@ def roles(config: RunConfig, target: Target, url: str) -> list[Role]:
 def reads_volume(config: RunConfig) -> bool:
     """Whether published weights lie in the run's folder."""
     return config.uses_store and config.weights.store.type not in REMOTE
-
-
-def _read(config: RunConfig, process: Process) -> list[Any]:
-    """The sections whose models and files a server reads."""
-    place = process.place
-    sections = [place] if isinstance(place, ModelSource) else [config.student, place]
-    return [section.model_dump(mode="json") for section in sections if section is not None]
 
 
 def _below(folder: PurePath, tree: Any) -> list[str]:

@@ -39,7 +39,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         none and `resume` is true.
         """
         path = config.run_dir
-        existing = holds_run(path)
         if resume:
             check_holds_run(path)
         try:
@@ -48,7 +47,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             reason = f"run folder {path} cannot be made ({error.strerror}): set run.folder"
             raise ConfigError(reason) from None
         lock = _take_lock(path / "lock")
-        if existing and not resume:
+        if holds_run(path) and not resume:
             lock.close()
             raise ConfigError(
                 f"run folder {path} holds a run already: go on with --resume, choose another run.name, "
@@ -123,9 +122,8 @@ def write_role(run_dir: Path, name: str, settings: Settings) -> Path:
     """Write what a role is started with as JSON; the role finds the secrets in its environment."""
     path = run_dir / "roles" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(
-        f".{name}.{socket.gethostname()}.{os.getpid()}.json"
-    )  # others write it meanwhile
+    # others write it meanwhile
+    temporary = path.with_name(f".{name}.{socket.gethostname()}.{os.getpid()}.json")
     durable.write_json(temporary, secrets.hide(settings.model_dump(mode="json")), mode=0o600)
     durable.rename(temporary, path)
     return path
