@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,21 +22,6 @@ CALLS = 8
 _CHUNK_BYTES = 1 << 16
 
 
-@dataclass(frozen=True)
-class Command:
-    """A role's command, as it is sent to a machine."""
-
-    name: str
-    """The role's, such as "student-0"."""
-    argv: Sequence[str]
-    env: Mapping[str, str]
-    """Over the environment that the machine's Ray was started with."""
-    python: str
-    """Interpreter of the sender: where `argv` names it, the machine's own is taken."""
-    folder: str
-    """Working folder, where the machine has it; else that of its Ray."""
-
-
 class RoleActor:
     """One command on one machine. `output` and `status` are called after `start`."""
 
@@ -45,28 +29,29 @@ class RoleActor:
         self._process: subprocess.Popen[bytes] | None = None
         self._read_end, self._pipe = os.pipe()
 
-    def start(self, command: Command) -> str:
-        """Start it, with the GPUs alone that Ray has given this actor; the machine's address.
+    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], python: str, folder: str) -> str:
+        """Start the command of role `name`, with the GPUs alone that Ray has given this actor; the machine's
+        address.
 
-        Its environment is the one that this machine's Ray was started with, without what Ray adds for its
-        workers (such as OMP_NUM_THREADS=1), and without its token.
+        `env` is over the environment that this machine's Ray was started with, without what Ray adds for its
+        workers (such as OMP_NUM_THREADS=1), and without its token. `python`: interpreter of the sender; where
+        `argv` names it, the machine's own is taken. `folder`: to work in, where the machine has it.
         """
         import ray
 
-        argv = [sys.executable if word == command.python else word for word in command.argv]
+        argv = [sys.executable if word == python else word for word in argv]
         devices = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        names = {name for name in os.environ if not name.startswith("RAY_")}
+        variables = {variable for variable in os.environ if not variable.startswith("RAY_")}
         raylet = psutil.Process(os.getppid()).environ()
-        env = {name: value for name, value in raylet.items() if name in names}
-        env |= {**command.env, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
-        guard = ["-m", guardian.MODULE, command.name, str(self._read_end), guardian.KILL]
+        there = {variable: value for variable, value in raylet.items() if variable in variables}
+        guard = ["-m", guardian.MODULE, name, str(self._read_end), guardian.KILL]
         self._process = subprocess.Popen(
             [sys.executable, "-P", *guard, *argv],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=env,
-            cwd=command.folder if Path(command.folder).is_dir() else None,
+            env={**there, **env, "CUDA_VISIBLE_DEVICES": ",".join(devices)},
+            cwd=folder if Path(folder).is_dir() else None,
             pass_fds=(self._read_end,),
             start_new_session=True,
         )

@@ -1,7 +1,7 @@
-"""Run a command on machines of a Ray cluster, as a local process that a launcher supervises; without COMMAND,
+"""Run a command on machines of a Ray cluster, as a local process that a launcher supervises; without one,
 print the machines that are alive as JSON, this one first:
 
-    python -m distill.launch.ray_role --address HOST:PORT [--name NAME --nodes A[,B…] --gpus N -- COMMAND …]
+    python -m distill.launch.ray_role ORDER          an `Order`, as JSON
 
     this client ──Ray──▶ an actor on each machine ──▶ guardian ──▶ COMMAND
 
@@ -13,12 +13,11 @@ print the machines that are alive as JSON, this one first:
 
 No COMMAND is asked to leave in order but by the client's SIGTERM: a trainer would end the run.
 
-Values of the variables that --env names travel in calls to the actors, never on a command line.
+Values of variables travel in calls to the actors, never on a command line.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -29,10 +28,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from distill.launch.ray_actor import CALLS, Command, RoleActor
+from distill.launch.ray_actor import CALLS, RoleActor
 from sync.base.errors import ConfigError
 from sync.base.secrets import redact_process
 
@@ -57,28 +56,19 @@ _WORKER = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 @dataclass(frozen=True)
 class Order:
-    """The arguments of this program."""
+    """What this program is told."""
 
     address: str
-    nodes: list[str]
+    """HOST:PORT of the cluster."""
+    name: str = ""
+    """The role's."""
+    nodes: Sequence[str] = ()
     """Machines, as `alive` names them: wanted, one for each command; none: they are to be listed."""
-    gpus: int
-    command: Command
-
-
-def parse(arguments: Sequence[str]) -> Order:
-    """The order that this program's arguments give; the variables that --env names are in its environment."""
-    parser = argparse.ArgumentParser(prog="python -m distill.launch.ray_role")
-    parser.add_argument("--address", required=True, help="host:port of the Ray cluster")
-    parser.add_argument("--name", default="", help="of the role")
-    parser.add_argument("--nodes", default="", help="machines, joined by commas")
-    parser.add_argument("--gpus", type=int, default=0, help="on each machine")
-    parser.add_argument("--env", default="", help="names of variables that the command is given")
-    parser.add_argument("command", nargs="*", metavar="COMMAND")
-    options = parser.parse_args(arguments)
-    env = {name: os.environ[name] for name in options.env.split(",") if name}
-    command = Command(options.name, options.command, env, sys.executable, os.getcwd())
-    return Order(options.address, [*filter(None, options.nodes.split(","))], options.gpus, command)
+    gpus: int = 0
+    """On each of them."""
+    env: Sequence[str] = ()
+    """Variables of this process that the command is given."""
+    argv: Sequence[str] = ()
 
 
 def say(text: str) -> None:
@@ -153,7 +143,7 @@ async def reserve(ray: Any, order: Order) -> Any:
     while True:
         pinned, why = _pins(ray, order, time.monotonic() > deadline)
         if why:
-            say(f"{order.command.name} takes another machine: {why}")
+            say(f"{order.name} takes another machine: {why}")
         free = [{NODE_LABEL: f"!in({','.join(pinned)})"} if pinned else {}] * (len(order.nodes) - len(pinned))
         group = placement_group(
             [each] * len(order.nodes),
@@ -191,10 +181,12 @@ class Remote:
     def __init__(self, ray: Any, group: Any, index: int, order: Order) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        several = {NODE_INDEX_VARIABLE: str(index)} if len(order.nodes) > 1 else {}
-        self._command = replace(order.command, env={**order.command.env, **several})
+        env = {name: os.environ[name] for name in order.env}
+        paths = {name: value for name, value in env.items() if name == "PYTHONPATH"}
+        if len(order.nodes) > 1:
+            env[NODE_INDEX_VARIABLE] = str(index)
+        self._order, self._env = order, env
         self._errors = ray.exceptions
-        paths = {name: value for name, value in order.command.env.items() if name == "PYTHONPATH"}
         self.actor = (
             ray.remote(RoleActor)
             .options(
@@ -211,8 +203,9 @@ class Remote:
         """Start it and show what it writes, until it ends or is lost."""
         try:
             async with asyncio.timeout(START_SECONDS):
-                machine = await self.actor.start.remote(self._command)
-            say(f"{self._command.name} runs on {machine}")
+                sent = self._order.name, self._order.argv, self._env, sys.executable, os.getcwd()
+                machine = await self.actor.start.remote(*sent)
+            say(f"{self._order.name} runs on {machine}")
             while chunk := await self._output():
                 sys.stdout.buffer.write(chunk)
                 sys.stdout.buffer.flush()
@@ -267,7 +260,7 @@ def main() -> int:
     """Exit status of the program."""
     redact_process()
     try:
-        order = parse(sys.argv[1:])
+        order = Order(**json.loads(sys.argv[1]))
         with connected(order.address) as ray:
             if not order.nodes:
                 sys.stdout.write(f"{json.dumps(listing(ray))}\n")
@@ -277,7 +270,7 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     if end.why:
-        say(f"{order.command.name} {end.why}")  # last: Ray says much by itself
+        say(f"{order.name} {end.why}")  # last: Ray says much by itself
     return end.status
 
 

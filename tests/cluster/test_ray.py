@@ -24,7 +24,7 @@ from ray_hosts import RayHosts
 from waiting import until
 
 from distill.config.cluster import RayCluster
-from distill.launch.ray_cluster import Ray
+from distill.launch.cluster import Ray
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.preflight_checks.placement import Node
 from distill.topology import Process
@@ -96,7 +96,8 @@ def nothing_left(cluster: RayHosts) -> Callable[[], bool]:
 
 def listed(cluster: RayHosts, index: int, **variables: str) -> subprocess.CompletedProcess[str]:
     """The machines of the cluster, asked for on a host."""
-    words = [sys.executable, "-P", "-m", "distill.launch.ray_role", "--address", cluster.address]
+    order = json.dumps({"address": cluster.address})
+    words = [sys.executable, "-P", "-m", "distill.launch.ray_role", order]
     line, env = cluster.command(cluster.hosts[index], words), cluster.environment | variables
     return subprocess.run(line, env=env, capture_output=True, text=True, check=False)
 
@@ -178,7 +179,7 @@ class Supervised:
         words = line(cluster, [sys.executable, "-c", ROLE], 1, gpus=gpus)
         self.log = folder / "role-0.log"
         spec = ChildSpec("role-0", words, cluster.environment, joined=lambda: bool(starts(self.log)))
-        self.supervisor = Supervisor([spec], folder, restarts=5, first_pause=0.1, start_seconds=120)
+        self.supervisor = Supervisor([spec], folder, restarts=5, start_seconds=120)
 
     async def until(self, condition: Callable[[], object], seconds: float) -> float:
         return await asyncio.to_thread(until, condition, seconds, self.log.read_text)
@@ -269,7 +270,7 @@ def test_a_head_of_its_own_is_on_loopback_and_leaves_nothing(tmp_path: Path) -> 
 
 def test_a_head_ends_with_a_process_that_is_killed() -> None:
     code = (
-        "import time\nfrom distill.launch.ray_cluster import Ray\n"
+        "import time\nfrom distill.launch.cluster import Ray\n"
         "from distill.config.cluster import RayCluster\n"
         "with Ray(RayCluster(type='ray')): print('up', flush=True); time.sleep(1000)"
     )

@@ -36,7 +36,7 @@ from pathlib import Path
 from distill.config.cluster import SlurmCluster
 from distill.preflight_checks.placement import place
 from distill.topology import Process
-from distill.launch.slurm.allocation import Slurm
+from distill.launch.cluster import Slurm
 engine = Slurm(SlurmCluster(type="slurm", nodes={nodes}, gpus_per_node={gpus}, cpus_per_node={cpus}))
 def client(need, nodes, *role):
     argv = engine.client(need, nodes, [sys.executable, "-c", *role], {{}})

@@ -13,7 +13,7 @@ import hosts
 from hosts import Host, Switch
 from waiting import until
 
-from distill.launch.ray_cluster import HEALTH
+from distill.launch.cluster import HEALTH
 
 ROOT = Path(__file__).parent.parent.parent
 PORT: Final = 6379

@@ -33,9 +33,9 @@ from typing import Final
 
 from distill.config import RunConfig
 from distill.config.cluster import SlurmCluster
+from distill.launch.cluster import output_of
 from distill.launch.roles import DISTILL
 from distill.launch.run_folder import holds_run
-from distill.launch.slurm.allocation import output_of
 from distill.launch.templates import filled
 from distill.metrics.trackers import FINISH_SECONDS
 from distill.preflight_checks.checks import check_keys
@@ -87,7 +87,6 @@ def write(
             name=name,
             array=array,
             cluster=cluster,
-            further=[] if array else [_quoted(option) for option in cluster.sbatch],
             folder=folder,
             here=os.getcwd(),
             warning=warning_seconds(config, array is None),
@@ -123,11 +122,10 @@ def seconds_of(text: str) -> float:
             f"cluster.time = {text!r} is no time limit of Slurm's: write hours:minutes:seconds, such as "
             "24:00:00, or days-hours, such as 2-12"
         )
-    days, *numbers = (None if part is None else int(part) for part in match.groups())
-    digits = [number for number in numbers if number is not None]
-    few = {1: [60], 2: [60, 1]} if days is None else {}
-    units = few.get(len(digits), [3600, 60, 1])
-    return (days or 0) * 86400 + sum(number * unit for number, unit in zip(digits, units, strict=False))
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    units = [60, 1] if days is None and len(numbers) < 3 else [3600, 60, 1]
+    return 86400 * int(days or 0) + sum(n * unit for n, unit in zip(numbers, units, strict=False))
 
 
 def warning_seconds(config: RunConfig, closes_wandb: bool) -> int:
@@ -175,10 +173,7 @@ def _array(config: RunConfig, cluster: SlurmCluster) -> dict[str, int]:
             f"cluster.replica_partition = {cluster.replica_partition!r}, and student.urls names replicas "
             "that run already: leave one out"
         )
-    here = config.with_(cluster={"replica_partition": None})
-    need = next(
-        candidate for candidate in needs(here, cluster.gpus_per_node > 0) if candidate.name == "student-0"
-    )
+    need, *_ = needs(config.with_(cluster={"replica_partition": None}), cluster.gpus_per_node > 0)
     place([need], [Node(f"a machine of {cluster.replica_partition}", cluster.gpus_per_node, 0)])
     share = cluster.cpus_per_node * need.gpus // cluster.gpus_per_node if need.gpus else cluster.cpus_per_node
     return {"replicas": config.student.replicas, "cpus": max(share, 1), "gpus": need.gpus}
@@ -195,11 +190,6 @@ def _token_file(folder: Path) -> Path | None:
     if not path.exists():
         durable.write(path, f"{secrets.token_urlsafe(32)}\n".encode(), mode=0o600)
     return path
-
-
-def _quoted(option: str) -> str:
-    name, equals, value = option.partition("=")
-    return f"{name}{equals}{shlex.quote(value)}" if equals else option
 
 
 # --- in the job

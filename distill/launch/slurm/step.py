@@ -44,32 +44,26 @@ _KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TC
 
 def launch(command: list[str]) -> int:
     """Run srun; its exit status."""
-    asked: list[int] = []
+    asked, told = list[int](), 0  # an item for every TERM, and how many of them the guards know
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    guards, word = list[socket.socket](), secrets.token_hex(16)
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as listener:
-        word = secrets.token_hex(16)
         link = {LINK_VARIABLE: f"{listener.getsockname()[1]}:{word}"}
         with subprocess.Popen(command, env={**os.environ, **link}, process_group=0) as srun:
-            _follow(srun, listener, word.encode(), asked)
+            while srun.poll() is None:
+                ready = select.select([listener], [], [], guardian.POLL_SECONDS)[0]
+                joined = ready and _accepted(listener, word.encode())
+                if joined:
+                    guards.append(joined)
+                for guard in guards if told < len(asked) else [joined] if joined and told else []:
+                    with contextlib.suppress(OSError):  # it is gone, and srun about to say so
+                        guard.sendall(guardian.ASK)
+                if told < len(asked) and not guards:  # nothing runs yet
+                    srun.terminate()
+                told = len(asked)
         return srun.returncode if srun.returncode >= 0 else 128 - srun.returncode
-
-
-def _follow(srun: subprocess.Popen[bytes], listener: socket.socket, word: bytes, asked: list[int]) -> None:
-    """Until srun ends. `asked`: gains an item for every TERM."""
-    guards: list[socket.socket] = []
-    told = 0
-    while srun.poll() is None:
-        joined = select.select([listener], [], [], guardian.POLL_SECONDS)[0] and _accepted(listener, word)
-        if joined:
-            guards.append(joined)
-        for guard in guards if told < len(asked) else [joined] if joined and told else []:
-            with contextlib.suppress(OSError):  # it is gone, and srun about to say so
-                guard.sendall(guardian.ASK)
-        if told < len(asked) and not guards:  # nothing runs yet
-            srun.terminate()
-        told = len(asked)
 
 
 def _accepted(listener: socket.socket, word: bytes) -> socket.socket | None:

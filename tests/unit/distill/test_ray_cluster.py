@@ -1,6 +1,7 @@
 """A Ray cluster without Ray: what is refused, what a client's command line holds, what an actor does."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -8,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from distill.config.cluster import RayCluster
-from distill.launch.ray_actor import Command, RoleActor
-from distill.launch.ray_cluster import Ray
-from distill.launch.ray_role import parse
+from distill.launch.cluster import Ray
+from distill.launch.ray_actor import RoleActor
+from distill.launch.ray_role import Order
 from distill.preflight_checks.placement import Node
 from distill.topology import Process
 from sync.base.errors import ConfigError
@@ -44,17 +45,16 @@ def test_a_client_names_variables_and_finds_their_values_in_its_environment(monk
     nodes = [Node("10.0.0.2", 8, 64), Node("10.0.0.3", 8, 64)]
     line = Ray(CLUSTER).client(Process("trainer", 4, 2), nodes, ["distill", "-x"], {"OTHER": "value 4"})
     assert not any("value" in word for word in line)
-    order = parse(line[line.index("distill.launch.ray_role") + 1 :])
-    assert (order.command.name, order.address, order.gpus) == ("trainer", "10.0.0.1:6379", 4)
+    order = Order(**json.loads(line[-1]))
+    assert (order.name, order.address, order.gpus) == ("trainer", "10.0.0.1:6379", 4)
     assert order.nodes == ["10.0.0.2", "10.0.0.3"]
-    assert order.command.argv == ["distill", "-x"]
-    assert {name: order.command.env[name] for name in given} == given
-    assert not set(order.command.env) - set(given) - {name for name in order.command.env if "HF_" in name}
+    assert order.argv == ["distill", "-x"]
+    assert {name for name in order.env if "HF_" not in name or name in given} == {*given}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "127.0.0.1:ray"])
 def test_an_address_without_a_cluster_is_refused_at_once(address: str) -> None:
-    words = [sys.executable, "-P", "-m", "distill.launch.ray_role", "--address", address]
+    words = [sys.executable, "-P", "-m", "distill.launch.ray_role", json.dumps({"address": address})]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert f"cluster.address {address}: no Ray cluster is there" in done.stderr
@@ -83,8 +83,7 @@ def test_an_actor_hands_on_what_its_command_writes_and_how_it_ends(
     actor = RoleActor()
     if asked:
         actor.terminate()
-    command = Command("role", ["python", "-c", code], {"GIVEN": "value"}, "python", "/")
-    assert actor.start(command) == "10.0.0.2"
+    assert actor.start("role", ["python", "-c", code], {"GIVEN": "value"}, "python", "/") == "10.0.0.2"
     line = b""
     while not line.endswith(b"\n") and (chunk := actor.output()):
         line += chunk

@@ -23,8 +23,8 @@ from waiting import until
 from distill import guardian
 from distill.config import RunConfig
 from distill.config.cluster import SlurmCluster
+from distill.launch.cluster import GANG_WAIT_SECONDS, Slurm, cpus_of
 from distill.launch.slurm import job, step
-from distill.launch.slurm.allocation import GANG_WAIT_SECONDS, Slurm, cpus_of
 from distill.preflight_checks.placement import Node
 from distill.topology import Process
 from sync.base.address import CONTROLLER_FILE
