@@ -417,17 +417,16 @@ class TeacherQueue:
             )
             refused = f"{name} refused {rollout.id}: {outcome.error} ({AT_FAULT})"
             return self._budget.bad(name, rollout.id, refused, lambda: teacher.leave_out(server))
-        problem: Problem | str
+        finished: Rollout | Problem | str
         if isinstance(outcome, ScoreRefused):
-            problem = outcome.error
+            finished = outcome.error
         else:
             finished = self._job.finish(queue.teacher, rollout, question.message, outcome)
-            if isinstance(finished, Rollout):
-                self._budget.good(name)
-                self._budget.good(tokenizer)
-                return question.answered.set_result(finished)
-            problem = finished
-        detail = f"{name}, {self._job.what} of {rollout.id}: {problem}"
+        if isinstance(finished, Rollout):
+            self._budget.good(name)
+            self._budget.good(tokenizer)
+            return question.answered.set_result(finished)
+        detail = f"{name}, {self._job.what} of {rollout.id}: {finished}"
         logger.warning("an answer cannot be used: %s", detail)
         self._budget.bad(name, rollout.id, detail, lambda: teacher.leave_out(server))
         question.unusable += 1

@@ -339,12 +339,10 @@ class TextTeacher(TeacherClient):
             reply = await self.score_ids(asked, replace(want, entropy=False), limit)
         answered = {answer.id: answer for answer in reply.results}
 
-        def result(sequence: wire.ScoreSequence, other: Aligned | ScoreRefused) -> Scored | ScoreRefused:
-            if isinstance(other, ScoreRefused):
-                return other
-            return self._by_segment(sequence, other, answered.get(sequence.id), want)
+        def results() -> list[Scored | ScoreRefused]:
+            return [self._by_segment(*pair, answered.get(pair[0].id), want) for pair in both]
 
-        return Reply(await asyncio.to_thread(lambda: [result(*pair) for pair in both]), reply.server)
+        return Reply(await asyncio.to_thread(results), reply.server)
 
     async def generate(
         self,
@@ -400,11 +398,13 @@ class TextTeacher(TeacherClient):
     def _by_segment(
         self,
         sequence: wire.ScoreSequence,
-        aligned: Aligned,
+        aligned: Aligned | ScoreRefused,
         answer: Scored | ScoreRefused | None,
         want: wire.Want,
     ) -> Scored | ScoreRefused:
         """`answer`: to the teacher's ids; None: there are none."""
+        if isinstance(aligned, ScoreRefused):
+            return aligned
         if isinstance(answer, ScoreRefused):
             return answer
         if answer is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Set
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -25,28 +25,19 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TRAINER: Final = "trainer"
-BATCHER: Final = "batcher"
-"""Forms batches."""
-END: Final = "the run's end"
-"""What shows the last version, once the trainer has left."""
-DISPATCHER: Final = "dispatcher"
-"""Sends prompts and turns to replicas."""
-GENERATION: Final = "generation"
-"""A request to a replica."""
+BATCHER: Final = "batcher"  # forms batches
+END: Final = "the run's end"  # shows the last version, once the trainer has left
+DISPATCHER: Final = "dispatcher"  # sends prompts and turns to replicas
+GENERATION: Final = "generation"  # a request to a replica
 TEACHER_GENERATION: Final = "the teacher's generation"
-SCORING: Final = "scoring"
-"""A request to a teacher."""
-PLAY: Final = "play"
-"""A call of an environment."""
+SCORING: Final = "scoring"  # a request to a teacher
+PLAY: Final = "play"  # a call of an environment
 EVALUATION: Final = "evaluation"
 REWARD: Final = "reward"
-RECORD: Final = "record"
-"""The commits of the record."""
+RECORD: Final = "record"  # the commits of the record
 DISK: Final = "disk space"
-PUBLISHER: Final = "publisher"
-"""The trainer's publication of a version."""
-STORE: Final = "the store"
-"""Of published versions."""
+PUBLISHER: Final = "publisher"  # the trainer's publication of a version
+STORE: Final = "the store"  # of published versions
 UNDER_WAY: Final = (GENERATION, TEACHER_GENERATION, PLAY, REWARD, SCORING, RECORD)
 """Who waits for what a rollout needs next, once it is under way."""
 MOST_LINES: Final = 12
@@ -243,11 +234,3 @@ async def for_space(
     if waiting:
         _log.warning("%s has space again, %s continues", what, paused)
     return result
-
-
-def keep(kept: dict[str, Wait], who: Set[str], wait: Callable[[str], Wait]) -> None:
-    """Waits that last over several looks: from now on those of `who` are open, in `kept`, and no others."""
-    for gone in kept.keys() - who:
-        kept.pop(gone).__exit__()
-    for name in who - kept.keys():
-        kept[name] = wait(name).__enter__()

@@ -42,13 +42,6 @@ class Pin(NamedTuple):
     version: Version  # of step 0 any lineage's, which is the model folder
     sampling: Sampling
 
-    def other_version(self, answer: Generated) -> str | None:
-        """Why an answer is not of `version`; None: it is."""
-        for span in answer.spans:
-            if span.version != self.version and not span.version.step == self.version.step == 0:
-                return f"it was generated with {span.version}, and must be with {self.version}"
-        return None
-
 
 @dataclass(eq=False)
 class _Call:
@@ -120,7 +113,7 @@ class Dispatcher:
                         await self._events.changed.wait()
             finally:
                 self._closing = True
-                waits.keep(self._idle, set(), self._idle_wait)
+                self._note_idle()
 
     async def complete(
         self, rollout: Rollout, last: Replica | None = None, pin: Pin | None = None
@@ -269,12 +262,13 @@ class Dispatcher:
 
     def _note_idle(self) -> None:
         """An idle replica waits for the trainer when its room is used up, else for nothing."""
-        hopeless, able = self._hopeless(), self._pool.able()
+        hopeless, able = self._hopeless(), [] if self._closing else self._pool.able()
         blocked = {each.name for each in able if not each.in_flight and not self._room(each, hopeless)}
-        waits.keep(self._idle, blocked, self._idle_wait)
-
-    def _idle_wait(self, name: str) -> waits.Wait:
-        return waits.on(name, "room", of=lambda: [DISPATCHER], cause=TRAINER, idle=True)
+        for name in self._idle.keys() - blocked:
+            self._idle.pop(name).__exit__()
+        for name in blocked - self._idle.keys():
+            wait = waits.on(name, "room", of=lambda: [DISPATCHER], cause=TRAINER, idle=True)
+            self._idle[name] = wait.__enter__()
 
     def _blocking(self) -> tuple[Collection[str], str]:
         """The parties for which nothing more is sent, and why, in words."""
@@ -395,4 +389,8 @@ class Dispatcher:
         if problem is None and (count := answer.token_ids.shape[0]):
             places = len(rollout.source_prompt.token_ids) + count - 1 - rollout.routes_from
             problem = checks.routes(answer.routes, places, parts.routing if sampling.routes else None)
-        return problem or (pin.other_version(answer) if pin else None)
+        if problem is None and pin is not None:
+            for version in (span.version for span in answer.spans):
+                if version != pin.version and not version.step == pin.version.step == 0:
+                    return f"it was generated with {version}, and must be with {pin.version}"
+        return problem

@@ -124,12 +124,9 @@ class ReplicaPool:
     @property
     def newest_broadcast(self) -> Version | None:
         """The newest version, where it was broadcast, whether it is in the store too or not."""
-        last = [
-            snapshot
-            for snapshot in self._state.published[-2:]
-            if snapshot.version == self._state.published[-1].version
-        ]
-        return next((snapshot.version for snapshot in last if snapshot.kind == "broadcast"), None)
+        last = self._state.published[-2:]
+        newest = (each for each in last if each.version == last[-1].version)
+        return next((each.version for each in newest if each.kind == "broadcast"), None)
 
     def is_stored(self, version: Version) -> bool:
         """Whether `version` is in the store: not one that was broadcast alone."""
@@ -275,7 +272,7 @@ class ReplicaPool:
     async def _watch_stalls(self, replica: Replica) -> None:
         """Stall watchdog: /health is OK, there is work, but no token is generated and no update made.
 
-        A replica that does not answer may be starting again: its launcher and `_check` handle that.
+        A replica that does not answer may be starting again: its launcher and `_serve` handle that.
         """
         seen: tuple[int | None, Version | None] = None, None
 
@@ -358,7 +355,7 @@ class ReplicaPool:
         return None
 
     async def _serve(self, replica: Replica) -> None:
-        """Until the replica is lost."""
+        """Until the replica is lost, or raises why it is."""
         while not replica.lost.is_set():
             target = self._due(replica)
             if target is not None:
@@ -369,8 +366,13 @@ class ReplicaPool:
                     raise
                 except RemoteError as error:
                     self.refused_update(replica, error)
-            if not await self._published.wait(self.poll_seconds):
-                await self._check(replica)
+            if await self._published.wait(self.poll_seconds):
+                continue
+            async with replica.busy:  # it may have come back with other weights
+                state = await replica.unless_lost(replica.engine.state())
+                if state.version != replica.version:
+                    told = f"it serves {state.version} and should serve {replica.version}: it restarted"
+                    raise Unreachable(told)
 
     def refused_update(self, replica: Replica, error: DistillError) -> None:
         """It stays at its version: send it nothing until an update succeeds."""
@@ -379,14 +381,6 @@ class ReplicaPool:
             stays = f"stays at {replica.version or 'the model folder'}"
             remedy = "gets no prompts until it takes the newest version: see its log, or restart it"
             self._events.emit(Membership(replica.name, f"{stays} and {remedy}; {error}"))
-
-    async def _check(self, replica: Replica) -> None:
-        """Raises Unreachable when it does not answer, or came back with other weights."""
-        async with replica.busy:
-            state = await replica.unless_lost(replica.engine.state())
-            if state.version != replica.version:
-                told = f"it serves {state.version} and should serve {replica.version}: it restarted"
-                raise Unreachable(told)
 
     async def update(
         self, replica: Replica, version: Version, ticket: BroadcastTicket | None = None
