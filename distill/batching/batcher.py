@@ -54,7 +54,8 @@ class StepBatcher:
                     with self._lacking():
                         await self._changed.wait(min(left, LATE_POLL_SECONDS))
                     continue
-                with self._forming(state.next_step):
+                step, of = state.next_step, lambda: [RECORD]
+                with waits.on(TRAINER, f"batch {step}", lambda: "formed", of=of, cause=RECORD, progress=step):
                     batch = await self._record.form_batch()
                     self._changed.wake()  # the buffer has room
                     if batch is None:
@@ -63,11 +64,6 @@ class StepBatcher:
                     await session.prepare(batch.version.step)
             with self._lacking():
                 await self._changed.wait()
-
-    def _forming(self, step: int) -> waits.Wait:
-        """The trainer's wait for a batch whose rollouts are there."""
-        of = lambda: [RECORD]  # noqa: E731
-        return waits.on(TRAINER, f"batch {step}", lambda: "formed", of=of, cause=RECORD, progress=step)
 
     def _lacking(self) -> waits.Wait:
         """The trainer's wait for the batch that it asked for; else the wait for the trainer."""

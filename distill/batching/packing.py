@@ -15,9 +15,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from itertools import groupby
 from statistics import stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -55,12 +54,9 @@ class Shape:
     """Whether rows are padded to the longest of their micro-batch, counted so; else they lie end to end."""
 
 
-class GroupRewards(NamedTuple):
-    """The rewards of the student's rollouts in a group; zeros where the teacher generated all of it."""
-
-    mean: float
-    deviation: float
-    """Standard deviation of one of them; 0 where there is one."""
+GroupRewards = tuple[float, float]
+"""Of the rewards of the student's rollouts in a group: their mean, and the standard deviation of one, 0 where
+there is one; both 0 where the teacher generated all of it."""
 
 
 def group_rewards(rollouts: Sequence[Rollout]) -> dict[str, GroupRewards]:
@@ -70,12 +66,11 @@ def group_rewards(rollouts: Sequence[Rollout]) -> dict[str, GroupRewards]:
         if rollout.reward is not None and not rollout.by_teacher:
             rewards.setdefault(group_of(rollout.id), []).append(rollout.reward)
     groups = {
-        group: GroupRewards(sum(values) / len(values), stdev(values) if len(values) > 1 else 0.0)
+        group: (sum(values) / len(values), stdev(values) if len(values) > 1 else 0.0)
         for group, values in rewards.items()
     }
-    nothing = GroupRewards(0.0, 0.0)
     rewarded = (rollout for rollout in rollouts if rollout.reward is not None)
-    return {rollout.id: groups.get(group_of(rollout.id), nothing) for rollout in rewarded}
+    return {rollout.id: groups.get(group_of(rollout.id), (0.0, 0.0)) for rollout in rewarded}
 
 
 def pack_batch(batch: Batch, world_size: int, shape: Shape, step_of: StepOf) -> list[TrainBatch]:
@@ -164,7 +159,7 @@ def rows_of(
     """
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     assert len(rewards) in (0, len(rollouts)), "rows of one micro-batch all have a reward or none has"
-    rewarded = template.reward is not None
+    rewarded, compared = template.reward is not None, groups if template.reward is not None else {}
     scores = [rollout.scored for rollout in rollouts]
     token_step, off_path = _token_steps(rollouts, step_of, step)
 
@@ -194,7 +189,8 @@ def rows_of(
         reward=_array("f4", rewards) if rewarded else None,
         truncated=_array("u1", [rollout.truncated for rollout in rollouts]),
         weight=_array("f4", [weights[rollout.id] for rollout in rollouts]) if weights else None,
-        **_compared(rollouts, groups if rewarded else {}),
+        baseline=_array("f4", [compared[rollout.id][0] for rollout in rollouts]) if compared else None,
+        deviation=_array("f4", [compared[rollout.id][1] for rollout in rollouts]) if compared else None,
         by_teacher=_array("u1", by_teacher) if any(by_teacher) else None,
         kept=[rollout.kept for rollout in rollouts] if template.kept else None,
         teacher_prompts=[rollout.teacher_prompt for rollout in rollouts] if template.kept else None,
@@ -206,14 +202,6 @@ def rows_of(
         **_of_text(scores),
         off_path=off_path,
     )
-
-
-def _compared(rollouts: Sequence[Rollout], groups: Mapping[str, GroupRewards]) -> dict[str, Array]:
-    """`Rows.baseline` and `Rows.deviation`."""
-    if not groups:
-        return {}
-    mean_R, deviation_R = np.array([groups[rollout.id] for rollout in rollouts], "f4").reshape(-1, 2).T
-    return {"baseline": pack(mean_R), "deviation": pack(deviation_R)}
 
 
 def _array(dtype: str, values: Sequence[float]) -> Array:
@@ -337,23 +325,14 @@ def rectangles(lengths: Sequence[int], kinds: Sequence[Any], ranks: int, tokens:
     Rows go to ranks by length, longest first, to and fro (0 1 2 2 1 0 …): every rank gets the same lengths.
     """
     ordered = sorted(range(len(lengths)), key=lambda place: (kinds[place], -lengths[place]))
-    shares: list[list[int]] = [[] for _ in range(ranks)]
+    shares: Split = [[] for _ in range(ranks)]
+    room, kind_of = [0] * ranks, list[Any]([None] * ranks)
     for place, row in enumerate(ordered):
         lap, rank = divmod(place, ranks)
-        shares[rank if lap % 2 == 0 else ranks - 1 - rank].append(row)
-    return [_neighbours(share, lengths, kinds, tokens) for share in shares]
-
-
-def _neighbours(
-    share: Sequence[int], lengths: Sequence[int], kinds: Sequence[Any], tokens: int
-) -> list[list[int]]:
-    micro: list[list[int]] = []
-    for _, same in groupby(share, key=lambda place: kinds[place]):
-        room = 0
-        for place in same:
-            if room < 1:
-                micro.append([])
-                room = max(1, tokens // lengths[place])
-            micro[-1].append(place)
-            room -= 1
-    return micro
+        rank = rank if lap % 2 == 0 else ranks - 1 - rank
+        if room[rank] < 1 or kinds[row] != kind_of[rank]:
+            shares[rank].append([])
+            room[rank], kind_of[rank] = max(1, tokens // lengths[row]), kinds[row]
+        shares[rank][-1].append(row)
+        room[rank] -= 1
+    return shares
