@@ -57,7 +57,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         return cls(path, lock)
 
     def keep(self, record: Mapping[str, Any]) -> None:
-        """Write config.json (distill.record.configuration), and keep an earlier one that differs as
+        """Write config.json (distill.record.resume), and keep an earlier one that differs as
         config.N.json."""
         path = self.path / "config.json"
         if path.exists() and (kept := recorded(self.path)) != record:

@@ -22,7 +22,7 @@ from distill import api
 from distill.launch.run import _Launcher
 from distill.launch.run_folder import RunFolder
 from distill.metrics.samples import SAMPLES, Sample
-from distill.record.configuration import record_of
+from distill.record.resume import record_of
 from sync.base.errors import ConfigError
 from sync.base.jsonl import JsonLines
 

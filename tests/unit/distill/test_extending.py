@@ -34,7 +34,7 @@ from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import load_rewards, reward_source
 from distill.prompts.stream import Prompt
 from distill.published import store_of
-from distill.record.configuration import record_of
+from distill.record.resume import record_of
 from distill.tasks import guess
 from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer
 from distill.tasks.teaching import new_model

@@ -18,7 +18,7 @@ from distill.launch import preflight, roles, single_role
 from distill.launch.run_folder import RunFolder
 from distill.metrics.trackers import Wandb
 from distill.preflight_checks.checks import check_secrets
-from distill.record.configuration import record_of, resumed
+from distill.record.resume import record_of, resumed
 from distill.topology import processes
 from student_trainer.config import TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config

@@ -29,10 +29,9 @@ from distill.buffer import Batch, Bound, Rules
 from distill.prompts.stream import PromptStream
 from distill.record.audit import audit
 from distill.record.changes import Checkpointed, Dropped, HandedOut, Stepped
-from distill.record.configuration import record_of
 from distill.record.load import load
 from distill.record.record import Record
-from distill.record.resume import Start, resume
+from distill.record.resume import Start, record_of, resume
 from distill.record.rollout import Location, Rollout
 from distill.record.store import RECORD, Store, arrays_path
 from distill.trainer_api.guard import retreat
@@ -280,7 +279,6 @@ async def test_a_checkpoint_that_came_back_without_a_report_is_on_record(tmp_pat
 
     opening = await record.open_lineage(Version(0, 1), "model")
     assert (opening.start, opening.branch) == (1, 2)
-    assert record.state.batches[Version(0, 0)].trained
     assert record.state.trained_tokens == {0: BATCH}
     assert record.state.checkpoints == [Version(0, 1)]
     assert record.state.bisection.died_on == Version(0, 1), "the batch that the trainer had next"

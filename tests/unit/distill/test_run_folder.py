@@ -27,8 +27,8 @@ from distill.metrics.results import read_summary
 from distill.prompts.sources import TableSource, split_table
 from distill.prompts.stream import Prompt
 from distill.quickstart import make_room
-from distill.record import configuration
-from distill.record.configuration import _decide, compare, content, record_of, resumed
+from distill.record import resume as configuration
+from distill.record.resume import _decide, compare, content, record_of, resumed
 from student_trainer.checkpoint_files import latest, saved
 from student_trainer.config import LoRAConfig
 from sync.base.errors import ConfigError

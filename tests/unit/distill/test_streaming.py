@@ -23,7 +23,7 @@ from distill.prompts.rows import RowReader
 from distill.prompts.sources import EnvironmentSource, PromptSplit, TableSource, keep_position
 from distill.prompts.stream import DRAWS, Cursor, Mixture, Prompt, PromptStream, by_weight
 from distill.prompts.streaming import StreamSource, open_stream, saved_starts
-from distill.record.configuration import content
+from distill.record.resume import content
 from sync.base.errors import ConfigError, DataError
 
 
