@@ -23,9 +23,8 @@ waits and ages, so `Depth` keeps as few outstanding as cost the trainer no speed
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from statistics import mean, median
@@ -53,17 +52,14 @@ class Lineage(NamedTuple):
     branch: int  # first step whose batch is its own
 
 
-@dataclass
 class Lineages:
     """The tree of lineages of a run."""
 
-    nodes: list[Lineage] = field(default_factory=list)
-    """In the order in which they were opened; a lineage's id is its place."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, nodes: Iterable[Lineage] = ()) -> None:
+        self.nodes: list[Lineage] = []  # in the order in which they were opened; an id is its place
         self._shared: list[dict[int, int]] = []  # by lineage: ancestor → step up to which they are the same
-        for lineage in self.nodes:
-            self._share(lineage)
+        for lineage in nodes:
+            self.add(lineage)
 
     def __contains__(self, lineage: int) -> bool:
         return 0 <= lineage < len(self.nodes)
@@ -78,9 +74,6 @@ class Lineages:
         """Add the newest lineage; its id is the number of those before it."""
         assert lineage.id == len(self.nodes), "lineages are numbered in the order of their opening"
         self.nodes.append(lineage)
-        self._share(lineage)
-
-    def _share(self, lineage: Lineage) -> None:
         inherited = self._shared[lineage.origin] if lineage.origin is not None else {}
         shared = {ancestor: min(until, lineage.branch) for ancestor, until in inherited.items()}
         self._shared.append(shared | {lineage.id: _NEVER})
@@ -141,34 +134,18 @@ def capacity(applied_step: int, depth: float, batch: int, handed_out: int, outst
     return max(0, int((applied_step + depth + 1) * batch) - handed_out - outstanding)
 
 
-class Pace:
-    """The newest steps at one depth, without the first `skip`."""
+Pace = list[tuple[float, float]]
+"""Of steps: seconds that each waited, and that it took in all."""
 
-    def __init__(self, count: int, skip: int = 0) -> None:
-        self._steps, self._skip = deque[tuple[float, float]](maxlen=count), skip
 
-    def add(self, waited: float, seconds: float) -> bool:
-        """Whether the step counts."""
-        self._skip -= 1
-        if self._skip < 0:
-            self._steps.append((waited, seconds))
-        return self._skip < 0
+def _pace_seconds(pace: Pace) -> float:
+    """Of a step: what it waits in the mean, and else in the median."""
+    return mean(waited for waited, _ in pace) + median(seconds - waited for waited, seconds in pace)
 
-    @property
-    def steps(self) -> int:
-        return len(self._steps)
 
-    @property
-    def seconds(self) -> float:
-        """Of a step: what it waits in the mean, and else in the median."""
-        return mean(waited for waited, _ in self._steps) + median(
-            seconds - waited for waited, seconds in self._steps
-        )
-
-    @property
-    def waits(self) -> float:
-        """Share of the steps spent waiting."""
-        return sum(waited for waited, _ in self._steps) / sum(seconds for _, seconds in self._steps)
+def _pace_waits(pace: Pace) -> float:
+    """Share of the steps spent waiting."""
+    return sum(waited for waited, _ in pace) / sum(seconds for _, seconds in pace)
 
 
 class Depth:
@@ -205,7 +182,7 @@ class Depth:
         """A trainer starts: its first step waits for everything, and tells nothing."""
         self.batches = min(self._bound, self._floor) if self._adaptive else self._bound
         self._most = self._bound
-        self._pace = Pace(self.SPAN, skip=1)
+        self._pace, self._skip = Pace(), 1  # the newest steps at this depth, and how many do not count yet
         self._before: tuple[float, float] | None = None  # of a trial: depth before, seconds to keep to
         self._waits = math.inf  # share of the steps spent waiting when a trial succeeded
         self._fastest = math.inf  # seconds of a step before the trials that have succeeded in a row
@@ -219,8 +196,12 @@ class Depth:
 
     def step(self, waited: float, seconds: float) -> None:
         """A step took `seconds`, `waited` among them."""
-        if not self._adaptive or seconds <= 0 or not self._pace.add(waited, seconds):
+        if not self._adaptive or seconds <= 0:
             return
+        if self._skip:
+            self._skip -= 1
+            return
+        self._pace = [*self._pace, (waited, seconds)][-self.SPAN :]
         if self._before is not None:
             self._compare(*self._before)
             return
@@ -237,31 +218,30 @@ class Depth:
             self.batches = max(self._least, self.batches - self.DOWN)
         self._rest -= 1
         if self.batches - before > self.NOTABLE:
-            self._pace = Pace(self.SPAN)
-        if self._pace.steps < self.SPAN:
+            self._pace = []
+        if len(self._pace) < self.SPAN:
             return
-        if self._pace.waits > self._waits + self.MORE_WAIT:
+        if _pace_waits(self._pace) > self._waits + self.MORE_WAIT:
             self._most, self._waits, self._fastest = self._bound, math.inf, math.inf
         elif self._rest <= 0 and self.batches > self._floor:
-            self._before = self.batches, min(self._fastest, self._pace.seconds)
+            self._before = self.batches, min(self._fastest, _pace_seconds(self._pace))
             self._change(max(self._floor, self.batches - 1))
 
     def _compare(self, batches: float, seconds: float) -> None:
         """End the trial once it is known whether its steps take longer than these, else back to `batches`."""
-        tried = self._pace
-        if tried.steps < self.SPAN // 4:
+        tried, over = self._pace, len(self._pace) == self.SPAN
+        if len(tried) < self.SPAN // 4:
             return
-        slower = tried.seconds / seconds
-        if slower > (self.SLOWER if tried.steps == self.SPAN else self.FAR_SLOWER):
+        if _pace_seconds(tried) / seconds > (self.SLOWER if over else self.FAR_SLOWER):
             self._before, self._fastest, self._rest = None, math.inf, self._next_rest
             self._next_rest *= 2
             self._change(batches)
-        elif tried.steps == self.SPAN:
-            self._most, self._waits, self._before = self.batches, tried.waits, None
+        elif over:
+            self._most, self._waits, self._before = self.batches, _pace_waits(tried), None
             self._fastest, self._next_rest = seconds, self.REST
 
     def _change(self, batches: float) -> None:
-        self.batches, self._pace = batches, Pace(self.SPAN, skip=self.SETTLE)
+        self.batches, self._pace, self._skip = batches, [], self.SETTLE
 
 
 @dataclass(frozen=True)
@@ -281,40 +261,34 @@ class Rules:
 
 def rules(config: RunConfig) -> Rules:
     """The rules of a run. Raises ConfigError for a combination with which it would stall."""
-    rollout, behind = config.rollout, config.weights.publish_every - 1
-    if behind > config.buffer.max_staleness:
+    rollout, task, behind = config.rollout, config.objective.task, config.weights.publish_every - 1
+    limit, late = config.buffer.max_staleness, config.buffer.late
+    if behind > limit:
         raise ConfigError(
-            f"weights.publish_every is {behind + 1} and buffer.max_staleness {config.buffer.max_staleness}: "
+            f"weights.publish_every is {behind + 1} and buffer.max_staleness {limit}: "
             f"the replicas fall {behind} steps behind between two versions, too far for any rollout; "
             f"set max_staleness to at least {behind}, or publish more often"
         )
-    on_policy, supervised = config.objective.on_policy, config.objective.max_supervised_tokens
-    return Rules(rollout.batch, _bound(config), _group(config), rollout.max_attempts, on_policy, supervised)
-
-
-def _bound(config: RunConfig) -> Bound:
-    limit, late = config.buffer.max_staleness, config.buffer.late
-    if not isinstance(late, WeighLate):
-        return Bound(limit, limit)
-    if late.hard_limit <= limit:
+    if isinstance(late, WeighLate) and late.hard_limit <= limit:
         raise ConfigError(
             f"buffer.late.hard_limit is {late.hard_limit} and buffer.max_staleness {limit}: freshness weighs "
             f'what is older than max_staleness; set hard_limit to at least {limit + 1}, or late.type = "drop"'
         )
-    return Bound(limit, late.hard_limit, late.half_life)
-
-
-def _group(config: RunConfig) -> int:
-    task, rollout = config.objective.task, config.rollout
-    if task is None or task.baseline == "batch":
-        return 1
-    if rollout.per_prompt < 2 or rollout.batch % rollout.per_prompt:
+    in_groups = task is not None and task.baseline != "batch"
+    if in_groups and (rollout.per_prompt < 2 or rollout.batch % rollout.per_prompt):
         raise ConfigError(
             f'objective.task.baseline is "group", rollout.per_prompt {rollout.per_prompt} and rollout.batch '
             f"{rollout.batch}: a group needs at least 2 completions, and a batch whole groups; "
             "set per_prompt to 2 or more and batch to a multiple of it"
         )
-    return rollout.per_prompt
+    return Rules(
+        rollout.batch,
+        Bound(limit, late.hard_limit, late.half_life) if isinstance(late, WeighLate) else Bound(limit, limit),
+        rollout.per_prompt if in_groups else 1,
+        rollout.max_attempts,
+        config.objective.on_policy,
+        config.objective.max_supervised_tokens,
+    )
 
 
 # --- the next batch ---------------------------------------------------------------------------------------
@@ -329,7 +303,6 @@ class Batch:
     ages: list[int]  # of each rollout, in versions
     weights: list[float]  # loss weight of each rollout; empty: 1 for all
     is_part: bool = False  # it is a part of a batch that trainers died on
-    trained: bool = False  # a trainer has made its step
 
     @property
     def ids(self) -> list[str]:

@@ -9,10 +9,9 @@ CPUs; on GPUs it takes deterministic kernels.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -210,7 +209,7 @@ def audit(run_dir: Path) -> AuditReport:
             damage = damage or [line for (line,) in tables.execute(_CONTRADICTORY)]
             if not damage:
                 unreadable = _unreadable(run_dir, tables)
-                return audit_of(tables, before, partial(read, folder), run_dir / CHECKPOINTS, unreadable)
+                return audit_of(tables, before, read(folder), run_dir / CHECKPOINTS, unreadable)
     except (DataError, sqlite3.DatabaseError) as error:  # the second: of a value that cannot be asked about
         damage = [str(error)]
     entries = {"record_damaged": damage, "ledger_damaged": _damage(read(folder))}
@@ -220,22 +219,22 @@ def audit(run_dir: Path) -> AuditReport:
 def audit_of(
     tables: sqlite3.Connection,
     before: Ledger,
-    after: Callable[[], Ledger],
+    after: Ledger,
     checkpoints: Path | None = None,
     unreadable: Sequence[str] = (),
 ) -> AuditReport:
-    """Audit a record, and ledgers that were read `before` it and are `after` it.
+    """Audit a record, and ledgers that were read `before` it and `after` it.
 
     `unreadable`: its arrays that are not what was written.
     """
-    report, late = AuditReport(), after()
+    report = AuditReport()
 
     def rows(question: str) -> list[Any]:
         return [row[0] if len(row) == 1 else row for row in tables.execute(question)]
 
-    add_ledgers(tables, before, late)
+    add_ledgers(tables, before, after)
     tables.execute("CREATE TEMP TABLE aged AS SELECT * FROM trained_age")
-    entries = {"record_damaged": [*unreadable], "ledger_damaged": _damage(late)}
+    entries = {"record_damaged": [*unreadable], "ledger_damaged": _damage(after)}
     if checkpoints:
         run_id = next(iter(rows("SELECT id FROM opening ORDER BY at DESC LIMIT 1")), None)
         saved = [Version(*version) for version in rows(_NEWEST_CHECKPOINT) if version[0] is not None]

@@ -7,7 +7,6 @@ log-probabilities are runs then, which compress. One of bulk scores, which hardl
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
@@ -23,7 +22,6 @@ from sync.wire import DTYPES, Array
 BULK_BYTES: Final = 1 << 20
 """Of the arrays of a block: with so many a rollout has a teacher's wide scores in it."""
 _encoder = msgspec.msgpack.Encoder()
-_local = threading.local()
 
 
 class Column(msgspec.Struct, array_like=True):
@@ -43,7 +41,9 @@ class Entries(msgspec.Struct, array_like=True):
 _decoder = msgpack_decoder(Entries)
 
 
-def pack_block(entries: Iterable[Rollout], limit: int) -> tuple[bytes, int]:
+def pack_block(
+    entries: Iterable[Rollout], limit: int, compressor: zstandard.ZstdCompressor
+) -> tuple[bytes, int]:
     """A block of the first of `entries`, and how many they are: as many as begin within `limit` bytes."""
     packed, heads, in_heads = list[Rollout](), list[msgspec.Raw](), 0
     fields, in_arrays = dict[str, list[bytes]](), 0
@@ -67,7 +67,7 @@ def pack_block(entries: Iterable[Rollout], limit: int) -> tuple[bytes, int]:
     for field, arrays in fields.items():
         planes = np.frombuffer(b"".join(arrays), "u1").reshape(-1, _width(field)).T.tobytes()
         columns[field] = Column([*map(len, arrays)], planes)
-    return _compressed(_encoder.encode((heads, columns))), len(heads)
+    return bytes(compressor.compress(_encoder.encode((heads, columns)))), len(heads)
 
 
 def unpack_block(payload: bytes | memoryview, where: str) -> list[Rollout]:
@@ -117,10 +117,3 @@ def _arrays(field: str, column: Column) -> Iterator[bytes]:
     for size in column.sizes:
         end += size
         yield data[end - size : end]
-
-
-def _compressed(data: bytes) -> bytes:
-    """With this thread's compressor: making one costs more than compressing a small block."""
-    if not hasattr(_local, "compressor"):
-        _local.compressor = zstandard.ZstdCompressor(level=1)
-    return bytes(_local.compressor.compress(data))

@@ -17,7 +17,7 @@ from distill.record.rollout import SPENDS_ATTEMPT, DropReason, RequeueReason, Ro
 from distill.record.state import RECENT, Bisection, Counters, RunState
 from distill.record.store import Store
 from sync.base.decoding import json_decoder
-from sync.wire import EvalReport, Kept, Version
+from sync.wire import EvalReport, Version
 
 _ORDER: Final = 1 << 20  # places in the order of the buffer that one record may take
 _BUFFERED: Final = "UPDATE rollout_row SET admitted = ? WHERE row = ?"
@@ -26,12 +26,11 @@ _ISSUED: Final = (
     "INSERT INTO rollout_row (row, id, number, source, environment, for_teacher, block, place) "
     "VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 )
-_SCORES: Final = (
-    "scored, admitted, teacher, by_teacher, tokens, own_tokens, truncated, reward, reverse_kl, spans, own, "
-    "kept, block, place"
+_SCORED: Final = (
+    "UPDATE rollout_row SET (scored, admitted, teacher, by_teacher, tokens, own_tokens, truncated, reward, "
+    "reverse_kl, spans, own, kept, block, place) = (?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, "
+    "?15) WHERE row = ?1"
 )
-_PLACES: Final = ", ".join(f"?{place}" for place in range(2, 3 + _SCORES.count(",")))
-_SCORED: Final = f"UPDATE rollout_row SET ({_SCORES}) = ({_PLACES}) WHERE row = ?1"
 _CONTINUES: Final = (
     "INSERT INTO rollout_row (row, id, number, continues, block, place) VALUES (?, ?, ?, 1, ?, ?)"
 )
@@ -126,7 +125,7 @@ class Issued(Change, frozen=True):
             state.counters.issued += 1
             names = store.name(prompt.source), store.name(prompt.environment)
             order = None if number == location.row else number
-            store.execute(_ISSUED, location.row, prompt.id, order, *names, by_teacher, location=location)
+            store.execute(_ISSUED, location.row, prompt.id, order, *names, by_teacher, location)
         state.cursor = self.cursor
 
 
@@ -168,7 +167,7 @@ class Admitted(Change, frozen=True):
         row = store.new_row() if rollout.continues else state.where[rollout.id].row
         state.where[rollout.id] = location = store.add_arrays(rollout.on_disk(), row)
         if rollout.continues:  # what follows a rewritten context was not issued
-            store.execute(_CONTINUES, row, rollout.id, rollout.number, location=location)
+            store.execute(_CONTINUES, row, rollout.id, rollout.number, location)
         counters.scored += 1
         counters.generated_tokens += rollout.own_length
         counters.by_teacher_tokens += rollout.length if rollout.by_teacher else 0
@@ -181,13 +180,12 @@ class Admitted(Change, frozen=True):
         spans = [(*span.version, span.start) for span in rollout.spans]
         texts = (json_of(ranges) if ranges else None for ranges in (spans, rollout.own))
         values = store.at, order, store.name(rollout.teacher), *sizes, rollout.reward, rollout.reverse_kl
-        store.execute(_SCORED, row, *values, *texts, kept and _packed(kept, store), location=location)
-
-
-def _packed(kept: Kept, store: Store) -> bytes:
-    boot, _, number = kept.key.rpartition("-")
-    names = store.name(kept.url), store.name(boot)
-    return msgspec.msgpack.encode((*names, int(number), kept.size, kept.digest))
+        packed = None
+        if kept is not None:
+            boot, _, number = kept.key.rpartition("-")
+            where = store.name(kept.url), store.name(boot), int(number), kept.size, kept.digest
+            packed = msgspec.msgpack.encode(where)
+        store.execute(_SCORED, row, *values, *texts, packed, location)
 
 
 class Dropped(Change, frozen=True):
@@ -318,7 +316,6 @@ class Stepped(Change, frozen=True):
         if (batch := state.batch_of(step)) is None:  # covered
             store.insert("step", *self.version, None, None, 0)
             return
-        batch.trained = True
         tokens = state.trained_tokens[step] = sum(rollout.own_length for rollout in batch.rollouts)
         by_teacher = sum(rollout.length for rollout in batch.rollouts if rollout.by_teacher)
         state.trained_by_teacher[step] = by_teacher

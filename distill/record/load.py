@@ -25,9 +25,7 @@ _NUMBER = "coalesce(rollout_row.number, row)"
 _ROLLOUT = f"row, id, {_NUMBER}, tokens, spans, teacher, kept, by_teacher, own, continues"
 _PLACE = "place, block.number, file, start, size, crc"
 _ROWS = "rollout_row JOIN block ON block.number = block"
-Names = dict[int | None, str]
 _KEPT: Any = tuple[int, int, int, int, bytes]
-_SPANS: Any = list[tuple[int, int, int]]
 
 
 def load(connection: sqlite3.Connection, rules: Rules | None, read: Read) -> RunState:
@@ -42,7 +40,19 @@ def load(connection: sqlite3.Connection, rules: Rules | None, read: Read) -> Run
         for opening in _newest(connection, r.Opened, "opening"):
             state.opened = opening
             state.rules = rules or Rules(opening.batch, opening.bound, opening.group)
-        _load(connection, state, read)
+        known = dict(connection.execute("SELECT key, value FROM fact"))
+        for name, kind in r.FACTS.items() if known else ():
+            setattr(state, name, _decoded(known[name], kind))
+        _load_trainer(connection, state)
+        state.published = _newest(connection, r.VersionPublished, "version")
+        state.newest = dict(connection.execute("SELECT lineage, max(step) FROM version GROUP BY lineage"))
+        state.applied = _newest(connection, r.VersionApplied, "applied")
+        _load_pending(connection, state, read)
+        for rollout, location in scored_rollouts(connection, "WHERE admitted IS NOT NULL ORDER BY admitted"):
+            state.buffer[rollout.id], state.where[rollout.id] = rollout, location
+        _load_batches(connection, state)
+        if state.rules.group > 1:
+            _load_broken(connection, state)
     except DataError:
         raise
     except (msgspec.MsgspecError, sqlite3.DatabaseError, LookupError, ValueError, TypeError) as error:
@@ -51,22 +61,6 @@ def load(connection: sqlite3.Connection, rules: Rules | None, read: Read) -> Run
             "new run"
         ) from None
     return state
-
-
-def _load(connection: sqlite3.Connection, state: RunState, read: Read) -> None:
-    if known := dict(connection.execute("SELECT key, value FROM fact")):
-        for name, kind in r.FACTS.items():
-            setattr(state, name, _decoded(known[name], kind))
-    _load_trainer(connection, state)
-    state.published = _newest(connection, r.VersionPublished, "version")
-    state.newest = dict(connection.execute("SELECT lineage, max(step) FROM version GROUP BY lineage"))
-    state.applied = _newest(connection, r.VersionApplied, "applied")
-    _load_pending(connection, state, read)
-    for rollout, location in scored_rollouts(connection, "WHERE admitted IS NOT NULL ORDER BY admitted"):
-        state.buffer[rollout.id], state.where[rollout.id] = rollout, location
-    _load_batches(connection, state)
-    if state.rules.group > 1:
-        _load_broken(connection, state)
 
 
 def _decoded(text: str, kind: Any) -> Any:
@@ -136,44 +130,37 @@ def scored_rollouts(
     connection: sqlite3.Connection, where: str, *parameters: Any
 ) -> Iterator[tuple[Rollout, Location]]:
     """Rollouts that were scored, without their arrays, and where these are. `where`: which, in what order."""
-    names: Names = {None: "", **dict(connection.execute("SELECT number, name FROM name"))}
+    names: dict[int | None, str] = {None: "", **dict(connection.execute("SELECT number, name FROM name"))}
     for row in connection.execute(f"SELECT {_ROLLOUT}, {_PLACE} FROM {_ROWS} {where}", parameters):
-        yield _released(row, names), _location(row)
-
-
-def _released(row: tuple[Any, ...], names: Names) -> Rollout:
-    """A scored rollout without its arrays. `row`: begins with the columns _ROLLOUT."""
-    _, id, number, tokens, spans, teacher, kept, by_teacher, turns, continues, *_ = row
-    scores, versions = None, tuple[VersionSpan, ...]()
-    if kept is not None:
-        url, boot, place, size, digest = msgpack_decoder(_KEPT).decode(kept)
-        scores = Scored(id, NO_VALUES, kept=Kept(names[url], f"{names[boot]}-{place}", size, digest))
-    if spans is not None:
-        begins = json_decoder(_SPANS).decode(spans)
-        ends = [*(first for *_, first in begins[1:]), tokens]
-        versions = tuple(
-            VersionSpan(Version(lineage, step), first, end)
-            for (lineage, step, first), end in zip(begins, ends, strict=True)
+        _, id, number, tokens, spans, teacher, kept, by_teacher, turns, continues, *_ = row
+        scores, begins, ends = None, list[tuple[int, int, int]](), list[int]()
+        if kept is not None:
+            url, boot, place, size, digest = msgpack_decoder(_KEPT).decode(kept)
+            scores = Scored(id, NO_VALUES, kept=Kept(names[url], f"{names[boot]}-{place}", size, digest))
+        if spans is not None:
+            begins = _decoded(spans, list[tuple[int, int, int]])
+            ends = [*(first for *_, first in begins[1:]), tokens]
+        rollout = Rollout(
+            id,
+            number,
+            tokens=Array("i4", (tokens,), b""),
+            spans=tuple(
+                VersionSpan(Version(lineage, step), first, end)
+                for (lineage, step, first), end in zip(begins, ends, strict=True)
+            ),
+            teacher=names[teacher],
+            scored=scores,
+            by_teacher=bool(by_teacher),
+            own=() if turns is None else _decoded(turns, tuple[tuple[int, int], ...]),
+            continues=bool(continues),
         )
-    return Rollout(
-        id,
-        number,
-        tokens=Array("i4", (tokens,), b""),
-        spans=versions,
-        teacher=names[teacher],
-        scored=scores,
-        by_teacher=bool(by_teacher),
-        own=() if turns is None else _decoded(turns, tuple[tuple[int, int], ...]),
-        continues=bool(continues),
-    )
+        yield rollout, _location(row)
 
 
 def _load_batches(connection: sqlite3.Connection, state: RunState) -> None:
-    question = (
-        "SELECT lineage, step, is_part, trained, members FROM batch WHERE status = 'held' ORDER BY rowid"
-    )
-    for lineage, step, is_part, trained, text in connection.execute(question).fetchall():
-        batch = Batch(Version(lineage, step), [], [], [], bool(is_part), bool(trained))
+    question = "SELECT lineage, step, is_part, members FROM batch WHERE status = 'held' ORDER BY rowid"
+    for lineage, step, is_part, text in connection.execute(question).fetchall():
+        batch = Batch(Version(lineage, step), [], [], [], bool(is_part))
         members = json.loads(text)
         pairs = scored_rollouts(connection, f"WHERE row IN {r.MEMBERS}", text)
         by_row = {location.row: (rollout, location) for rollout, location in pairs}

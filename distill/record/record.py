@@ -15,7 +15,7 @@ from distill.events import Events, ScoresUnneeded
 from distill.metrics.samples import Quarantine
 from distill.prompts.stream import PromptStream
 from distill.record import changes as r
-from distill.record.changes import Change, LineageOpened, Opened, facts
+from distill.record.changes import Change, LineageOpened, facts
 from distill.record.resume import Resume, handover
 from distill.record.rollout import DropReason, RequeueReason, Rollout
 from distill.record.state import RunState
@@ -40,19 +40,14 @@ class Record:
         store.facts = partial(facts, start.state)
         self._prompts = prompts
         self._events, self._admitted = events or Events(), asyncio.Event()
-        prompts.cursor = start.state.cursor
+        self._opening, prompts.cursor = start.opening, start.state.cursor
         self.write(start.opening)
         self._drop_broken()
 
     @property
     def run(self) -> RunIdentity:
         """What all requests of this run name."""
-        return RunIdentity(self._opened.run, self._opened.id, self.state.fingerprint)
-
-    @property
-    def _opened(self) -> Opened:
-        assert self.state.opened is not None, "the first change of every start"
-        return self.state.opened
+        return RunIdentity(self._opening.run, self._opening.id, self.state.fingerprint)
 
     async def flush(self) -> None:
         """Commit what was admitted, as it comes, until cancelled."""
@@ -78,7 +73,7 @@ class Record:
         by_teacher = [
             place
             for place in range(count)
-            if is_teacher_turn(first + place, self._opened.seed, rules.batch, rules.on_policy)
+            if is_teacher_turn(first + place, self._opening.seed, rules.batch, rules.on_policy)
         ]
         self.write(r.Issued(prompts, self._prompts.cursor, by_teacher))
         return [self.state.pending[prompt.id] for prompt in prompts]

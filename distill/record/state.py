@@ -146,22 +146,16 @@ class RunState(msgspec.Struct):
 
     def expiring(self) -> int:
         """Rollouts in flight that the next batch may still take, and none after it."""
-        last, oldest = self.next_step - self.rules.bound.hard, self._oldest_of_groups()
-        return sum(
-            oldest.get(group_of(rollout.id), self.step_of(rollout.since)) == last
-            for rollout in self.pending.values()
-            if rollout.since is not None and not self.is_broken(rollout.id)
-        )
-
-    def _oldest_of_groups(self) -> dict[str, int]:
-        """Group → step of its oldest member that is in flight or buffered; empty: there are no groups."""
-        oldest = dict[str, int]()
-        if self.rules.group > 1:
-            sent = [(each.id, self.step_of(each.since)) for each in self.pending.values() if each.since]
-            ages = [(each.id, each.age(self.next_step, self.step_of)) for each in self.buffer.values()]
-            for id, step in sent + [(id, self.next_step - age) for id, age in ages]:
-                oldest[group_of(id)] = min(step, oldest.get(group_of(id), step))
-        return oldest
+        steps = {each.id: self.step_of(each.since) for each in self.pending.values() if each.since}
+        oldest = dict(steps)
+        if self.rules.group > 1:  # a group is as old as its oldest member
+            ages = {each.id: each.age(self.next_step, self.step_of) for each in self.buffer.values()}
+            by_group = dict[str, int]()
+            for id, step in (steps | {id: self.next_step - age for id, age in ages.items()}).items():
+                by_group[group_of(id)] = min(step, by_group.get(group_of(id), step))
+            oldest = {id: by_group[group_of(id)] for id in steps}
+        last = self.next_step - self.rules.bound.hard
+        return sum(step == last and not self.is_broken(id) for id, step in oldest.items())
 
     def batch_of(self, step: int) -> Batch | None:
         """The batch of `step` on the path of the current lineage; None: not formed, or forgotten."""

@@ -17,17 +17,18 @@ import sqlite3
 import tempfile
 import zlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.resources import files
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal, NamedTuple
+from typing import Any, BinaryIO, Final, Literal
 from urllib.parse import quote
 
 import msgspec
+import zstandard
 
 from distill import waits
 from distill.record.blocks import pack_block, unpack_block
@@ -42,15 +43,9 @@ FORMAT: Final = 2  # of run.db, whose user_version it is, and of arrays/
 BUSY_SECONDS: Final = 30.0  # how long a start waits for readers that copy run.db
 _BLOCK_BYTES: Final = 256 << 10  # of a block's records: what is decompressed to read one of them
 _FACT: Final = "INSERT INTO fact VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value"
+_Statement = tuple[str, tuple[Any, ...]]
+"""SQL and its parameters; a Location, the last of them, becomes its block and place."""
 logger = logging.getLogger(__name__)
-
-
-class Statement(NamedTuple):
-    """One statement of a transaction."""
-
-    sql: str
-    parameters: tuple[Any, ...]
-    location: Location | None = None  # its block and place follow the parameters
 
 
 def open_read_only(path: Path) -> sqlite3.Connection:
@@ -130,13 +125,14 @@ class Store:
         self._file_bytes, self._retry_seconds, self._write = file_bytes, retry_seconds, write
         self.facts: Callable[[], dict[str, Any]] = dict
         """The small facts that a commit writes anew, beside the number of the newest change."""
-        self._items: list[Statement] = []
+        self._items: list[_Statement] = []
         self._changed = False  # something was added that no commit has taken
         self._arrays: list[tuple[Rollout, Location]] = []
-        self._lists = deque[tuple[list[Statement], list[tuple[Rollout, Location]], bool]]()
+        self._lists = deque[tuple[list[_Statement], list[tuple[Rollout, Location]], bool]]()
         self._blocks: list[Block] = []
         """Whose rows no transaction has committed."""
         self._writer = ThreadPoolExecutor(1, "record")
+        self._compressor = zstandard.ZstdCompressor(level=1)  # making one costs more than a small block
         self._unsynced = False  # a transaction was committed that a power cut may undo
         self._unsynced_bytes = False  # in the newest file of arrays
         self.file = max((int(path.stem) for path in (folder / "arrays").glob("*.bin")), default=-1) + 1
@@ -173,9 +169,9 @@ class Store:
         self.at += 1
         self._changed = True
 
-    def execute(self, sql: str, *parameters: Any, location: Location | None = None) -> None:
-        """Queue a statement for the next commit; block and place of `location` follow its parameters."""
-        self._items.append(Statement(sql, parameters, location))
+    def execute(self, sql: str, *parameters: Any) -> None:
+        """Queue a statement for the next commit. A Location at the end stands for its block and place."""
+        self._items.append((sql, parameters))
 
     def insert(self, table: str, *values: Any) -> None:
         self.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", *values)
@@ -209,17 +205,20 @@ class Store:
                 self.execute(_FACT, key, msgspec.json.encode(value).decode())
             self._lists.append((self._items, self._arrays, forced))
             self._items, self._arrays, self._changed = [], [], False
-
-        def flush() -> Awaitable[None]:
-            return asyncio.get_running_loop().run_in_executor(self._writer, self._flush)
-
         if self._lists:
+            flush = partial(asyncio.get_running_loop().run_in_executor, self._writer, self._flush)
             what, retry = f"the record in {self.folder}", self._retry_seconds
             await waits.for_space(waits.RECORD, what, flush, retry_seconds=retry)
 
     async def free(self, needed: Collection[int], before: int) -> None:
         """Remove the files of arrays older than file `before` that are not `needed`."""
-        await asyncio.get_running_loop().run_in_executor(self._writer, self._free, needed, before)
+
+        def remove() -> None:
+            for path in (self.folder / "arrays").glob("*.bin"):
+                if int(path.stem) < before and int(path.stem) not in needed:
+                    path.unlink()
+
+        await asyncio.get_running_loop().run_in_executor(self._writer, remove)
 
     async def copy(self) -> BinaryIO:
         """A copy of run.db as of the last commit; it has no name. Commits wait meanwhile.
@@ -255,7 +254,7 @@ class Store:
             self.connection.executemany("INSERT INTO block VALUES (?, ?, ?, ?, ?)", new)
             statements = itertools.chain.from_iterable(items for items, *_ in lists)
             for sql, same in itertools.groupby(statements, itemgetter(0)):
-                self.connection.executemany(sql, map(_bound, same))
+                self.connection.executemany(sql, (_bound(*parameters) for _, parameters in same))
             at = last_at(self.connection)
             execute("COMMIT")
         except BaseException:
@@ -272,7 +271,7 @@ class Store:
         done = 0
         while done < len(waiting):
             entries = (entry for entry, _ in itertools.islice(waiting, done, None))
-            payload, count = pack_block(entries, _BLOCK_BYTES)
+            payload, count = pack_block(entries, _BLOCK_BYTES, self._compressor)
             start = self._append(payload)
             block = Block(self._block, self.file, start, len(payload), zlib.crc32(payload))
             self._blocks.append(block)
@@ -323,18 +322,13 @@ class Store:
                 ) from None
             return open(file.name, "rb")
 
-    def _free(self, needed: Collection[int], before: int) -> None:
-        for path in (self.folder / "arrays").glob("*.bin"):
-            if int(path.stem) < before and int(path.stem) not in needed:
-                path.unlink()
 
-
-def _bound(statement: Statement) -> tuple[Any, ...]:
-    if statement.location is None:
-        return statement.parameters
-    block, place = statement.location.block, statement.location.place
-    assert block is not None, "arrays are written before the rows that name them"
-    return (*statement.parameters, block.number, place)
+def _bound(*parameters: Any) -> tuple[Any, ...]:
+    *others, last = parameters
+    if not isinstance(last, Location):
+        return parameters
+    assert last.block is not None, "arrays are written before the rows that name them"
+    return (*others, last.block.number, last.place)
 
 
 def _check_format(connection: sqlite3.Connection, path: Path) -> None:

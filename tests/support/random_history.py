@@ -255,11 +255,12 @@ class History:
             return
         kept = self.state.kept(self.keep)
         to = kept[-1] if kept else None
-        trained, begin = (
-            [batch for batch in self.state.batches.values() if batch.trained],
-            to.step if to else 0,
-        )
-        bad = [batch for batch in trained if batch.version.step >= begin]
+        trained, begin = self.state.trained_tokens, to.step if to else 0
+        bad = [
+            batch
+            for version, batch in self.state.batches.items()
+            if version.step in trained and version.step >= begin
+        ]
         self.record.write(RolledBack(to, [id for batch in bad for id in batch.ids], "worse"))
         self.trainer = None
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from blake3 import blake3
+from zstandard import ZstdCompressor
 
 from distill.prompts.stream import Prompt
 from distill.record.blocks import pack_block
@@ -36,7 +37,7 @@ def record(folder: Path) -> sqlite3.Connection:
     Rollouts a to h: a to f are in batches, g is dropped, h is in flight.
     """
     (folder / "arrays").mkdir()
-    prompt, _ = pack_block([Rollout("", 0, issued=Prompt("h", [1]))], 1)
+    prompt, _ = pack_block([Rollout("", 0, issued=Prompt("h", [1]))], 1, ZstdCompressor())
     (folder / "arrays/00000000.bin").write_bytes(prompt)
     db = sqlite3.connect(folder / RECORD, isolation_level=None)
     db.executescript((files("distill.record") / "schema.sql").read_text())

@@ -61,7 +61,9 @@ def on_record(run: Path, rules: str) -> dict[str, Any]:
         state = load(store.connection, KINDS[rules], store.read)
         for location in state.where.values():
             store.read(location)
-    batches = {str(v): [b.ids, b.ages, b.weights, b.trained] for v, b in sorted(state.batches.items())}
+        rows = store.connection.execute("SELECT lineage, step, trained FROM batch").fetchall()
+    trained = {(lineage, step): bool(done) for lineage, step, done in rows}
+    batches = {str(v): [b.ids, b.ages, b.weights, trained[v]] for v, b in sorted(state.batches.items())}
     return {
         "cursor": [*state.cursor],
         "counters": vars(state.counters),
