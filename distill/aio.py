@@ -43,8 +43,8 @@ async def in_daemon(work: Callable[[], None]) -> None:
     await asyncio.wrap_future(ended)
 
 
-async def until(over: Coroutine[Any, Any, None], workers: Iterable[asyncio.Task[Any]]) -> None:
-    """Until `over` returns or a worker ends; its error is raised, of a task group's the first."""
+async def until(over: Coroutine[Any, Any, T], workers: Iterable[asyncio.Task[Any]]) -> T | None:
+    """What `over` returns; None: a worker ended first. Raises their errors, of a task group the first."""
     end = asyncio.create_task(over)
     try:
         done, _ = await asyncio.wait([end, *workers], return_when=asyncio.FIRST_COMPLETED)
@@ -56,6 +56,7 @@ async def until(over: Coroutine[Any, Any, None], workers: Iterable[asyncio.Task[
             error = error.exceptions[0]
         if error:
             raise error
+    return end.result() if end in done else None
 
 
 async def cancel(tasks: Iterable[asyncio.Task[Any] | None]) -> None:

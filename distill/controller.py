@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -25,7 +25,6 @@ from distill.aio import cancel, unless, until
 from distill.batching.batcher import StepBatcher
 from distill.batching.packing import Shape
 from distill.buffer import Batch
-from distill.conclusion import conclude
 from distill.config import RunConfig
 from distill.evaluation.generation import Generation
 from distill.evaluation.schedule import Evaluations
@@ -34,14 +33,14 @@ from distill.interfaces import Common, Components, Hooks
 from distill.metrics.samples import Quarantine
 from distill.metrics.summary import Advice, digest_of_all, gauges, identity, of_evaluation, of_step, summarise
 from distill.metrics.timeline import Timeline
-from distill.record.changes import Checkpointed, Concluded, VersionApplied
+from distill.record.changes import Concluded, VersionApplied
 from distill.record.record import Record
 from distill.record.resume import Resume
 from distill.registry import Registry, expected_machines
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.dispatcher import Dispatcher, PauseReason
 from distill.rollout.life import Lives
-from distill.rollout.replica_pool import ReplicaPool
+from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
 from distill.rollout.validation import sampling_of
 from distill.scoring import ScoreReleases
 from distill.topology import EVALUATION_REPLICA, servers
@@ -49,8 +48,8 @@ from distill.trainer_api.guard import Guard, Heartbeats, retreat
 from distill.trainer_api.http_api import application, listen, serving
 from distill.trainer_api.session import TrainerSession
 from distill.waits import TRAINER
-from sync.base.errors import Unreachable
-from sync.wire import EvalReport, Heartbeat, Published, StepReport, TrainerWelcome, Version
+from sync.base.errors import DistillError, Unreachable
+from sync.wire import EvalReport, FinalDigests, Heartbeat, Published, StepReport, TrainerWelcome, Version
 
 logger = logging.getLogger(__name__)
 ROOT_LOOK_SECONDS = 1.0
@@ -105,7 +104,7 @@ class Controller:
         self._stepped = time.monotonic()
         self._socket = listen(config.controller.host, config.controller.port, token)
         self._app = application(self.session, self.registry, parts, self.figures, self.why, token)
-        self._checkpoint_saved, self._interrupted = asyncio.Event(), asyncio.Event()
+        self._interrupted = asyncio.Event()
         self._left = self._shown = False
         self._failure: str | None = None
         self.root = ""
@@ -124,7 +123,6 @@ class Controller:
         on(TrainerWelcome, self._trainer_opened, self._hooks.opened, lambda _: self.pool.published())
         on(StepReport, self._step_reported)
         on(Published, self._published)
-        on(Checkpointed, lambda _: self._checkpoint_saved.set())
         on(Heartbeat, self.heartbeats.heard, lambda beat: self.waits.report(beat.does))
         # replicas and servers
         on(VersionApplied, self._note_update)
@@ -143,7 +141,6 @@ class Controller:
             self.record.flush(),
             self.batcher.run(),
             self.heartbeats.run(),
-            self._tidy(),
             self.waits.watch(self._stands_still),
             self._note_root(),
             *([self.evaluations.run()] if self.evaluations else []),
@@ -187,34 +184,43 @@ class Controller:
             self._shown = True
 
     async def _conclude(self, seconds: float | None) -> None:
-        self._end = await conclude(self.session.final, self.pool, self.evaluations, seconds)
+        """Compare all weights and evaluate the last version.
+
+        Replicas that are absent or catching up get `seconds` to come back. None: the run was interrupted and
+        will be resumed; nothing need be proven until then, but weights that differ are wrong all the same.
+        """
+        final, problems, failure = self.session.final, list[str](), None
+        version = None if final is None else final.version
+        weights = {} if final is None else await compare_weights(self.pool, final, seconds or 0.0)
+        if seconds is None:
+            differing = {name: equal for name, equal in weights.items() if equal is False}
+            problems = end_problems(version, differing, None, 0.0) if differing else []
+        else:
+            if final is not None and self.evaluations is not None:
+                try:
+                    with waits.on(waits.END, "evaluation", of=lambda: [waits.EVALUATION]):
+                        await self.evaluations.now(final.version, last=True)
+                except DistillError as error:
+                    failure = str(error)
+            problems = end_problems(version, weights, failure, seconds)
+        self._end = Concluded(version, weights, problems)
         self.record.write(self._end)
 
     async def evaluated(self, version: Version) -> EvalReport:
         """The report of a version, on every set: instead of `run`, and nothing of it is on record."""
         assert self.evaluations is not None, "it has an evaluator"
         assert self.config.evaluation is not None, "and its configuration an evaluation"
-        reports: list[EvalReport] = []
-
-        async def report(evaluations: Evaluations, names: list[str]) -> None:
-            reports.append(await evaluations.report(version, names))
-
         waits.use(self.waits)
         self.dispatcher.paused.add("end")
         tasks = [asyncio.create_task(stage) for stage in (self.pool.run(), self.lives.run())]
         try:
-            await until(report(self.evaluations, [*self.config.evaluation.sets]), tasks)
-            return reports[0]
+            report = await until(self.evaluations.report(version, [*self.config.evaluation.sets]), tasks)
+            assert report is not None, "no stage ends by itself"
+            return report
         finally:
             await cancel(tasks)
             await self.evaluations.generation.close()
             self.close()
-
-    async def _tidy(self) -> None:
-        while True:
-            await self._checkpoint_saved.wait()
-            self._checkpoint_saved.clear()
-            await self.record.tidy(self.config.trainer.keep_checkpoints)
 
     # --- what the launcher calls --------------------------------------------------------------------------
 
@@ -399,3 +405,66 @@ class Controller:
             "weights_digest": digest_of_all(self.session.final.digests) if self.session.final else None,
             "replica_joins": {name: replica.joined for name, replica in self.pool.replicas.items()},
         }
+
+
+# --- the end of a run: all weights are compared, the last version is evaluated -----------------------------
+
+
+async def compare_weights(
+    pool: ReplicaPool, final: FinalDigests, seconds: float = 0.0
+) -> dict[str, bool | None]:
+    """Bring every replica to the last version and compare its weights; name → whether they are equal.
+
+    One that is absent or catching up gets `seconds` to come back. None: it was not compared.
+    """
+    deadline, members = time.monotonic() + seconds, pool.members()
+    compared = await asyncio.gather(*(_compared(pool, member, final, deadline) for member in members))
+    pairs = zip(members, compared, strict=True)
+    return {member.name: equal for member, equal in pairs if pool.has(member)}
+
+
+async def _compared(pool: ReplicaPool, replica: Replica, final: FinalDigests, deadline: float) -> bool | None:
+    while pool.has(replica):
+        if replica.phase is Phase.SERVING:
+            try:
+                if replica.version != final.version:
+                    await pool.update(replica, final.version)
+                state = await replica.engine.state(digests=True)
+                if state.version == final.version:
+                    return state.digests == final.digests
+            except DistillError as error:
+                logger.warning("replica %s cannot show its weights: %s", replica.name, error)
+        left = deadline - time.monotonic()
+        if left <= 0 or (replica.version != final.version and not pool.is_stored(final.version)):
+            return None
+        with waits.on(waits.END, replica.name, progress=replica.joined):
+            await pool.changed.wait(min(left, pool.retry_seconds))
+    return None
+
+
+def end_problems(
+    version: Version | None, compared: Mapping[str, bool | None], failure: str | None, waited: float
+) -> list[str]:
+    """In sentences: value, rule, remedy.
+
+    `failure`: why `version` was not evaluated. `waited`: seconds that replicas were given.
+    """
+    remedy = "mend it and go on with --resume"
+    if version is None:
+        return [f"the trainer left without its last word, so no replica was compared with it: {remedy}"]
+    problems = [
+        f"replica {name} holds other weights than the trainer at {version}, and they must be equal bit for "
+        "bit: what it generated is in doubt; run `distill sync verify`, and repeat it with a fresh replica"
+        for name, equal in compared.items()
+        if equal is False
+    ]
+    missing = [name for name, equal in compared.items() if equal is None]
+    if missing or not compared:
+        problems.append(
+            f"the trainer's weights at {version} were not compared with those of "
+            f"{', '.join(missing) or 'any replica'}, which had {waited:.0f} s to show them "
+            f"(weights.timeout_seconds): {remedy}"
+        )
+    if failure is not None:
+        problems.append(f'{version} could not be evaluated, so "after" is empty: {failure}; {remedy}')
+    return problems

@@ -1,8 +1,8 @@
 """What is told to observers of a run. Docstrings start with the emitters; controller.py subscribes handlers.
 
-Some messages and records are emitted as they are: Batch, TrainerWelcome, StepReport, Published, Heartbeat and
-Checkpointed by the TrainerSession, VersionApplied by the ReplicaPool, Quarantine by the Dispatcher and the
-Record, with the drop or requeue that they record.
+Some messages and records are emitted as they are: Batch, TrainerWelcome, StepReport, Published and Heartbeat
+by the TrainerSession, VersionApplied by the ReplicaPool, Quarantine by the Dispatcher and the Record, with
+the drop or requeue that they record.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from started import to_the_end
 from distill.aio import cancel
 from distill.cli.main import MADE, show
 from distill.cli.options import guarded
-from distill.conclusion import end_problems
+from distill.controller import end_problems
 from distill.evaluation.schedule import HttpEvaluator
 from distill.evaluation.service import app
 from distill.interfaces import Hooks

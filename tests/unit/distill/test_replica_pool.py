@@ -19,7 +19,7 @@ from virtual_time import LONG, now
 
 from distill.aio import cancel
 from distill.buffer import Bound, Lineage, Rules
-from distill.conclusion import compare_weights
+from distill.controller import compare_weights
 from distill.events import Membership, Stalled
 from distill.metrics.summary import identity
 from distill.record.changes import VersionApplied, VersionPublished

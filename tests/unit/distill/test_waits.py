@@ -22,7 +22,7 @@ from distill.waits import END, Wait, Waits
 ROOT: Final = Path(distill.__file__).parent
 STAGES: Final = ("batching", "record", "rollout", "trainer_api")
 EVALUATION: Final = ("evaluation/schedule.py", "evaluation/generation.py")
-MODULES: Final = ("controller.py", "conclusion.py", "scoring.py", *EVALUATION)
+MODULES: Final = ("controller.py", "scoring.py", *EVALUATION)
 WAITING: Final = re.compile(
     r"\.(wait|wait_for|wrap_future)$|asyncio\.sleep$"
     r"|(engine|_evaluator|_environment|_rewards)\.(generate|update|complete|evaluate|begin|proceed|reward)$"
@@ -32,10 +32,9 @@ NOTHING, INSIDE = "its own work: no party waits for this", "called within a wait
 ALLOWED: Final = {
     "controller._note_root": "pause between two looks for the display",
     "controller._proof": "an interruption, which cuts the end and its waits short",
-    "controller._tidy": NOTHING,
     "controller._trainer_done": "the end of the run; StepBatcher names what the trainer waits for",
-    "episodes.begin": INSIDE,
-    "episodes.proceed": INSIDE,
+    "life.begin": INSIDE,
+    "life.proceed": INSIDE,
     "guard.run": "pause between two looks at heartbeats",
     "record.flush": NOTHING,
     "replica_pool._serve": "pause between two looks at a replica that serves",
