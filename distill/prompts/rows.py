@@ -111,12 +111,6 @@ def control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 
-def unknown_id(tokenizer: Any) -> int | None:
-    """Id of what the tokenizer has no token for; None: none, or it has another meaning too."""
-    id_, *others = (getattr(tokenizer, f"{name}_token_id", None) for name in ("unk", "bos", "eos", "pad"))
-    return None if id_ in others else id_
-
-
 def check_not_rendered(text: str, control: re.Pattern[str] | None) -> None:
     """Raise DataError for a text that is a chat already, so that a template would wrap it once more."""
     if control is not None and (begins := control.match(text.lstrip())) and begins.group() != text.strip():
@@ -247,7 +241,9 @@ class RowReader:
         does."""
         self._encode, self._control = row_encoder(self.tokenizer, self.config), control_tokens(self.tokenizer)
         self._template = str(getattr(self.tokenizer, "chat_template", None) or "")
-        self._unknown = unknown_id(self.tokenizer)
+        ids = (getattr(self.tokenizer, f"{name}_token_id", None) for name in ("unk", "bos", "eos", "pad"))
+        unknown, *others = ids
+        self._unknown = None if unknown in others else unknown  # else it has another meaning too
         upper, least = self.config.max_prompt_tokens, self.config.min_prompt_tokens
         if upper is not None and not least <= upper <= self.longest:
             raise ConfigError(
@@ -259,7 +255,7 @@ class RowReader:
         """The prompts that pass the filters. Raises DataError for a row that cannot be used."""
         return (prompt for row in rows if (prompt := self.prompt(row)) is not None)
 
-    def usable(self, rows: Iterable[Row], first: bool = True) -> Iterator[tuple[Row, Prompt]]:
+    def usable(self, rows: Iterable[Row], first: bool = True) -> Iterator[Prompt]:
         """The same of a stream, which cannot be checked beforehand: a row that cannot be used is dropped.
 
         Raises DataError for the last such row when they are more than half of FEWEST_SEEN rows or more, if
@@ -277,7 +273,7 @@ class RowReader:
                     raise DataError(f"{failed} of {read} rows cannot be used, such as {error}") from None
             else:
                 if prompt is not None:
-                    yield row, prompt
+                    yield prompt
 
     def prompt(self, row: Row) -> Prompt | None:
         """The prompt of a row; None: its length is filtered out. Raises DataError that names a row."""
@@ -338,7 +334,8 @@ class RowReader:
         """Names of what a row holds and nothing reads."""
         read = (self.config.field, self.config.source_field, self.config.answer_field)
         names = {repr(name) for name, content in row.fields.items() if content and name not in read}
-        keys = {key for message in value for key in message if message[key]} if _is_chat(value) else set()
+        messages = [message for message in value if isinstance(message, Mapping)]
+        keys = {key for message in messages for key in message if message[key]}
         return names | {
             f"{key!r} of messages"
             for key in keys - _READ
@@ -375,10 +372,6 @@ class RowReader:
 
 _READ: Final = {"role", "content", "from", "value", "tool_calls"}
 """Keys of messages that are read whatever the template."""
-
-
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(message, Mapping) for message in value)
 
 
 def _all_text(value: Any) -> str:

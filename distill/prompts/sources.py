@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from operator import index as as_index
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -73,33 +74,31 @@ class TaskSource:
         return held_out
 
 
+@dataclass(frozen=True)
 class EnvironmentSource:
     """Tasks of an environment, from `first` on; the environment gives their prompts."""
 
-    def __init__(self, environment: str, first: int) -> None:
-        self._environment, self._first = environment, first
+    environment: str
+    first: int
 
     def __getitem__(self, index: int) -> Prompt:
-        task = self._first + index
-        return Prompt(str(task), [], environment=self._environment, task=task)
+        task = self.first + index
+        return Prompt(str(task), [], environment=self.environment, task=task)
 
     def without(self, prompts: Iterable[Prompt]) -> Self:
         """The tasks behind as many first ones as are among `prompts`, which are held out."""
-        held_out = {prompt.task for prompt in prompts if prompt.environment == self._environment}
-        rest = copy.copy(self)
-        rest._first = max(self._first, len(held_out))
-        return rest
+        held_out = {prompt.task for prompt in prompts if prompt.environment == self.environment}
+        return replace(self, first=max(self.first, len(held_out)))
 
 
+@dataclass(frozen=True)
 class CountedEnvironmentSource(EnvironmentSource):
     """Tasks of an environment that has so many of them, from `first` on."""
 
-    def __init__(self, environment: str, first: int, tasks: int) -> None:
-        super().__init__(environment, first)
-        self._tasks = tasks
+    tasks: int
 
     def __len__(self) -> int:
-        return max(0, self._tasks - self._first)
+        return max(0, self.tasks - self.first)
 
 
 class TableSource:

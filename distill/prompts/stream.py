@@ -146,8 +146,8 @@ class Mixture:
             for number, (name, part) in enumerate(parts.items())
             if isinstance(part, Sized)
         }
-        self._known = 0, np.zeros(len(parts), int)
-        """A block of draws, and the draws of each part before it."""
+        self._counts = [np.zeros(len(parts), int)]
+        """Draws of each part before each block of draws."""
 
     @property
     def sources(self) -> set[str]:
@@ -180,14 +180,14 @@ class Mixture:
 
     def _before(self, index: int) -> tuple[np.ndarray, int]:
         """Draws of each part before draw `index`, and the part of that draw."""
-        block_wanted, place = divmod(index, DRAWS)
-        block, counts = self._known if self._known[0] <= block_wanted else (0, np.zeros(len(self.parts), int))
-        while block < block_wanted:
-            counts = counts + np.bincount(self._draws(block), minlength=len(self.parts))
-            block += 1
-        self._known = block, counts
+        block, place = divmod(index, DRAWS)
+        while (known := len(self._counts)) <= block:
+            self._counts.append(self._counts[-1] + self._counted(self._draws(known - 1)))
         draws = self._draws(block)
-        return counts + np.bincount(draws[:place], minlength=len(self.parts)), int(draws[place])
+        return self._counts[block] + self._counted(draws[:place]), int(draws[place])
+
+    def _counted(self, draws: np.ndarray) -> np.ndarray:
+        return np.bincount(draws, minlength=len(self.parts))
 
     def _draws(self, block: int) -> np.ndarray:
         return np.random.default_rng([self._seed, 0, block]).choice(len(self.parts), DRAWS, p=self._shares)

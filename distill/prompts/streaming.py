@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -90,12 +90,8 @@ class StreamSource:
         # of the thread that reads, and of `keep` before it
         self._starts = {0: BlockStart(0, 0)}
         self._block = -1
-        """Block that would be read next without a search; -1: none."""
-        self._dataset: Any = None
-        self._prompts: Iterator[Prompt] = iter(())
-        self._epoch = self._row = 0
-        self._given = False
-        """Whether this pass has given a prompt."""
+        """Block that `_following` gives next, without a search; -1: none."""
+        self._following: Iterator[tuple[BlockStart, list[Prompt]]] = iter(())
 
     @property
     def identity(self) -> str:
@@ -148,53 +144,53 @@ class StreamSource:
         at, self._block = self._block, -1
         if at != block:
             at = max(known for known in self._starts if known <= block)
-            self._open(self._starts[at])
-        while True:
-            if at not in self._starts:  # opened at a known one, the dataset has no state yet
-                state = self._dataset.state_dict() if self._row else None
+            self._following = self._blocks_from(self._starts[at])
+        for number, (start, prompts) in enumerate(self._following, at):
+            if number not in self._starts:
                 newest = sorted(self._starts)[-KEPT_STARTS:]
-                self._starts = {known: self._starts[known] for known in (0, *newest)}
-                self._starts[at] = BlockStart(self._epoch, self._row, state)
-            prompts = self._fill()
-            if at == block:
+                self._starts = {known: self._starts[known] for known in (0, *newest)} | {number: start}
+            if number == block:
+                order = np.random.default_rng([self._seed, block]).permutation(self._size)
+                self._blocks[block] = [prompts[place] for place in order]
                 break
-            at += 1
         self._block = block + 1
         self._save()
-        order = np.random.default_rng([self._seed, block]).permutation(self._size)
-        self._blocks[block] = [prompts[place] for place in order]
 
-    def _fill(self) -> list[Prompt]:
-        """The next prompts, in the order of the dataset. Raises DataError when a whole pass gives none."""
-        prompts: list[Prompt] = []
-        while len(prompts) < self._size:
-            if (prompt := next(self._prompts, None)) is not None:
+    def _blocks_from(self, start: BlockStart) -> Iterator[tuple[BlockStart, list[Prompt]]]:
+        """Blocks in the order of the dataset, each with its beginning, from this one on, pass after pass.
+
+        Raises DataError when a whole pass gives no prompt.
+        """
+        begins, prompts = start, list[Prompt]()
+        while True:
+            dataset, read_before = open_dataset(self._config), self._reader.read - start.row
+            if start.state is not None:
+                dataset.load_state_dict(start.state)
+            is_empty = start.row == 0
+            for prompt in self._reader.usable(self._numbered(iter(dataset), start), first=start.row == 0):
+                if content_of(prompt.token_ids) in self._held_out:
+                    continue
+                is_empty = False
                 prompts.append(prompt)
-                self._given = True
-            elif self._given:
-                if self._reader.note:
-                    log.warning("pass %d has ended; %s", self._epoch, self._reader.note)
-                self._open(BlockStart(self._epoch + 1, 0))
-            else:
+                if len(prompts) == self._size:
+                    yield begins, prompts
+                    row = self._reader.read - read_before
+                    begins, prompts = BlockStart(start.epoch, row, dataset.state_dict()), []
+            if is_empty:
                 raise DataError(
-                    f"dataset {self._config.path!r} gives no prompt to train on in {self._row} rows "
-                    f"({self._reader.note or 'all are held out'}): change the filters, or give more rows"
+                    f"dataset {self._config.path!r} gives no prompt to train on in "
+                    f"{self._reader.read - read_before} rows ({self._reader.note or 'all are held out'}): "
+                    "change the filters, or give more rows"
                 )
-        return prompts
+            if self._reader.note:
+                log.warning("pass %d has ended; %s", start.epoch, self._reader.note)
+            start = BlockStart(start.epoch + 1, 0)
 
-    def _open(self, start: BlockStart) -> None:
-        self._dataset = open_dataset(self._config)
-        if start.state is not None:
-            self._dataset.load_state_dict(start.state)
-        self._epoch, self._row, self._given = start.epoch, start.row, start.row > 0
-        rows = self._reader.usable(self._numbered(iter(self._dataset)), first=start.row == 0)
-        self._prompts = (prompt for _, prompt in rows if content_of(prompt.token_ids) not in self._held_out)
-
-    def _numbered(self, rows: Iterator[Any]) -> Iterator[Row]:
+    def _numbered(self, rows: Iterator[Any], start: BlockStart) -> Iterator[Row]:
         from datasets.exceptions import DatasetsError
 
-        while True:
-            number, place = self._row, f"{self._config.path} row {self._row}"
+        for number in count(start.row):
+            place = f"{self._config.path} row {number}"
             try:
                 fields = next(rows)
             except StopIteration:
@@ -203,8 +199,7 @@ class StreamSource:
                 raise DataError(
                     f"{place} cannot be read ({type(error).__name__}: {error}): resume the run when it can be"
                 ) from error
-            self._row += 1
-            yield Row(place, f"{self._epoch}.{number}", fields)
+            yield Row(place, f"{start.epoch}.{number}", fields)
 
     def _save(self) -> None:
         if self._file is not None and self._file.parent.is_dir():
@@ -229,9 +224,9 @@ def open_stream(
             f"prompts.stream_rows streams {config.path!r} from the Hub, where its rows may change before a "
             "resume: name a commit in prompts.revision"
         )
-    count = max(FIRST, math.ceil(held_out_count / LARGEST_SHARE))
-    first = list(islice(reader.usable(dataset_rows(config)), count))
-    prompts = [*{content_of(prompt.token_ids): prompt for _, prompt in reversed(first)}.values()][::-1]
+    size = max(FIRST, math.ceil(held_out_count / LARGEST_SHARE))
+    first = list(islice(reader.usable(dataset_rows(config)), size))
+    prompts = [*{content_of(prompt.token_ids): prompt for prompt in reversed(first)}.values()][::-1]
     order = np.random.default_rng(seed).permutation(len(prompts))
     held_out = [prompts[place] for place in sorted(order[: held_out_of(len(prompts), held_out_count)])]
     again = RowReader(config, reader.tokenizer, reader.longest, reader.keeps_messages)  # it counts anew
