@@ -106,10 +106,8 @@ class Shown:
 
     def per_second(self, name: str) -> float | None:
         """Growth of a counter over the window; None: unknown."""
-        if len(self.steps) < 2:
-            return None
         first, last = self.steps[0], self.steps[-1]
-        if name not in first.figures or name not in last.figures:
+        if first is last or name not in first.figures.keys() & last.figures.keys():
             return None
         return (last.figures[name] - first.figures[name]) / max(1e-9, last.at - first.at)
 
@@ -246,8 +244,8 @@ def _rows(shown: Shown, now: float, bars: str) -> Iterator[tuple[str, str]]:
     starting = [*phases["starting"], *phases["restarting"]]
     progress = f"starting: {_listed(starting)}" if starting else "waiting for the first step"
     if shown.steps:
-        (at, step, _), left = shown.steps[-1], shown.seconds_left()
-        progress = f"step {step} of {shown.config.run.steps}, {clock(now - at)} ago"
+        newest, left = shown.steps[-1], shown.seconds_left()
+        progress = f"step {newest.step} of {shown.config.run.steps}, {clock(now - newest.at)} ago"
         progress += "" if left is None else f", {clock(left)} left"
     yield "progress", f"{progress}, {clock(now - shown.began)} elapsed"
     last = shown.steps[-1].at if shown.steps else shown.began
@@ -257,8 +255,8 @@ def _rows(shown: Shown, now: float, bars: str) -> Iterator[tuple[str, str]]:
         figures |= {"buffer/age_limit": rules(shown.config).bound.hard}
         figures |= {} if rate is None else {"tokens_per_second": rate}
         taught = bool(shown.config.teachers)
-        learned = ("reverse KL", "train/reverse_kl") if taught else ("reward", "train/reward_mean")
-        name, values = learned[0], [s.figures[learned[1]] for s in shown.steps if learned[1] in s.figures]
+        name, learned = ("reverse KL", "train/reverse_kl") if taught else ("reward", "train/reward_mean")
+        values = [step.figures[learned] for step in shown.steps if learned in step.figures]
         yield name, f"{values[-1]:.3f}  {sparkline(values, bars)}" if values else ""
         for name, parts in ROWS.items():
             yield name, ", ".join(_shown(figures, parts))
@@ -314,20 +312,18 @@ def step_line(
 
 def evaluation_line(step: int, figures: Mapping[str, float]) -> str:
     """One evaluation, distinguishable from a step's own figures."""
-    passed, end = figures.get("eval/pass_rate"), "/average"
-    rate = "" if passed is None else f", pass rate {passed:.1%}"
+
+    def of_each(first: str, last: str) -> list[str]:
+        names = [name for name in figures if name.startswith(first) and name.endswith(last)]
+        return [f"{name[len(first) : -len(last)]} {figures[name]:.3f}" for name in names]
+
+    parts, passed = list[str](), figures.get("eval/pass_rate")
+    if (value := figures.get("eval/reverse_kl")) is not None:
+        sources = _listed(of_each("eval/source/", "/reverse_kl"))
+        parts.append(f"reverse KL {value:.3f} nats per token" + (f" ({sources})" if sources else ""))
+    if passed is not None:
+        parts.append(f"pass rate {passed:.1%}")
     if (reward := figures.get("eval/reward")) not in (None, passed):
-        rate += f", reward {reward:.3f}"
-    for name in (name for name in figures if name.startswith("eval/") and name.endswith(end)):
-        rate += f", {name[5 : -len(end)]} {figures[name]:.3f}"
-    first, end = "eval/source/", "/reverse_kl"
-    of_each = _listed(
-        [
-            f"{name.removeprefix(first).removesuffix(end)} {value:.3f}"
-            for name, value in figures.items()
-            if name.startswith(first) and name.endswith(end)
-        ]
-    )
-    sources, value = f" ({of_each})" if of_each else "", figures.get("eval/reverse_kl")
-    divergence = "" if value is None else f", reverse KL {value:.3f} nats per token{sources}"
-    return f"step {step}, held out: {f'{divergence}{rate}'.removeprefix(', ')}"
+        parts.append(f"reward {reward:.3f}")
+    parts += of_each("eval/", "/average")
+    return f"step {step}, held out: {', '.join(parts)}"

@@ -160,9 +160,3 @@ BEHAVIOUR: Final = (
     ("distinct runs of four", "behaviour.distinct", ".1%"),
 )
 """Title, place in an evaluation, form: how held-out completions read."""
-
-
-def unknown(name: str) -> bool:
-    """Whether a name, such as one that an earlier version wrote, is in none of the sections."""
-    section, slash, _ = name.partition("/")
-    return not slash or section not in SECTIONS

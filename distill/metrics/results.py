@@ -12,7 +12,7 @@ import msgspec
 
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
-from distill.metrics.names import SECTIONS, unknown
+from distill.metrics.names import SECTIONS
 from distill.metrics.samples import read_samples
 from sync.base.decoding import json_decoder
 from sync.base.errors import DataError
@@ -110,18 +110,16 @@ def read_run(folder: Path) -> Run:
     lines = read_lines(folder / "metrics.jsonl", MetricsRow)
     if not lines:
         raise DataError(f"{folder} holds no metrics.jsonl with figures: name the folder of a run")
-    if odd := [name for line in lines for name in line if name not in AXES and unknown(name)]:
-        raise DataError(
-            f"{folder}/metrics.jsonl has the figure {odd[0]!r}, and names are in the sections "
-            f"{', '.join(SECTIONS)} (distill/metrics/names.py): read it with the version that wrote it"
-        )
-    figures = ((line["step"], *figure) for line in lines for figure in line.items())
-    for step, name, value in figures:
+    for step, name, value in ((line["step"], *figure) for line in lines for figure in line.items()):
+        if name not in AXES and not name.startswith(tuple(f"{section}/" for section in SECTIONS)):
+            raise DataError(
+                f"{folder}/metrics.jsonl has the figure {name!r}, and names are in the sections "
+                f"{', '.join(SECTIONS)} (distill/metrics/names.py): read it with the version that wrote it"
+            )
         if not isinstance(value, int | float | None):
             raise DataError(f"{folder}/metrics.jsonl has no number as {name} of step {step}: it was altered")
-    summary = read_summary(folder)
     rows = [{name: value for name, value in line.items() if value is not None} for line in newest(lines)]
-    return Run(folder, summary, rows)
+    return Run(folder, read_summary(folder), rows)
 
 
 def read_summary(folder: Path) -> Row:

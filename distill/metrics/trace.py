@@ -37,7 +37,11 @@ def write_trace(run_dir: Path) -> Path:
     if not spans:
         raise DataError(f"{run_dir} holds no timeline.jsonl with spans: name the folder of a run")
     began = min(float(span["start"]) for span in spans)
-    events = [*_spans(spans, began), *_counters(read_lines(run_dir / "metrics.jsonl", MetricsRow), began)]
+    events = [*_spans(spans, began)]
+    for line in read_lines(run_dir / "metrics.jsonl", MetricsRow):
+        counted = {"ph": "C", "pid": 0, "ts": MICRO * (line["time"] - began)}
+        figures = {name: line[name] for name in COUNTERS if line.get(name) is not None}
+        events += [{**counted, "name": name, "args": {"value": value}} for name, value in figures.items()]
     path = run_dir / "trace.json"
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return path
@@ -59,14 +63,6 @@ def _spans(spans: Sequence[Event], began: float) -> Iterator[Event]:
         ends[thread] = end = max(start, end)
         place = {"pid": roles[span["role"]], "tid": thread}
         yield {"ph": "X", "name": span["what"], **place, "ts": start, "dur": end - start}
-
-
-def _counters(lines: Sequence[Event], began: float) -> Iterator[Event]:
-    for line in lines:
-        for name in COUNTERS:
-            if line.get(name) is not None:
-                at = MICRO * (line["time"] - began)
-                yield {"ph": "C", "name": name, "pid": 0, "ts": at, "args": {"value": line[name]}}
 
 
 def _name(kind: str, name: str, process: int, thread: int) -> Event:

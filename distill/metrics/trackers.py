@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -266,12 +265,13 @@ def wandb_mode(config: RunConfig) -> Literal["online", "offline", "disabled"]:
     import wandb
     from wandb.sdk.lib.wbauth import read_netrc_auth
 
-    with contextlib.suppress(UnicodeDecodeError):
-        try:
-            if read_netrc_auth(host=wandb.setup().settings.base_url) is not None:
-                return "online"
-        except wandb.errors.AuthenticationError:
+    try:
+        if read_netrc_auth(host=wandb.setup().settings.base_url) is not None:
             return "online"
+    except wandb.errors.AuthenticationError:
+        return "online"
+    except UnicodeDecodeError:
+        log.debug("the netrc file is no text")
     log.warning('tracking.wandb is "online" and there is no WANDB_API_KEY: recording offline instead')
     return "offline"
 
