@@ -84,18 +84,13 @@ class EnvironmentClient(ProcessClients):
         body = wire.EpisodeContinue(id=id, turn=turn, token_ids=token_ids, finish_reason=finish_reason)
         return self._checked(id, await process.peer.call("/v1/continue", body, ANSWER))
 
-    async def end(self, ids: list[str]) -> None:
-        """Give these up. A process that cannot be reached frees their places once it needs them."""
-        told: dict[ProcessClient, list[str]] = {}
-        for id in ids:
-            if (process := self._places.get(id)) is not None:
-                told.setdefault(process, []).append(id)
-                self._place(id, None)
-        for process, episodes in told.items():
+    async def end(self, id: str) -> None:
+        """Give it up. A process that cannot be reached frees its place once it needs that."""
+        if (process := self._places.get(id)) is not None:
+            self._place(id, None)
+            body = wire.encode(wire.EpisodeEnd(ids=[id]))
             with contextlib.suppress(DistillError):
-                body = wire.encode(wire.EpisodeEnd(ids=episodes))
-                answer = await process.peer.once("/v1/end", body, END_SECONDS, MAX_SMALL)
-                wire.decode(answer, wire.Ok)
+                wire.decode(await process.peer.once("/v1/end", body, END_SECONDS, MAX_SMALL), wire.Ok)
 
     def _place(self, id: str, process: ProcessClient | None) -> None:
         if (before := self._places.pop(id, None)) is not None:

@@ -47,8 +47,8 @@ class Environment(Protocol):
     async def proceed(
         self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
     ) -> EnvironmentAnswer: ...
-    async def end(self, ids: list[str]) -> None:
-        """Give these up, if the environment can be told."""
+    async def end(self, id: str) -> None:
+        """Give it up, if the environment can be told."""
         ...
 
 
@@ -145,6 +145,7 @@ class Episode:
     ended: Ended | None = None
     """How it ended; None: it is under way."""
     reward: float | None = None
+    """0 where a limit ended it; None: the environment gives none."""
     turn_rewards: list[float] = field(default_factory=list)
     """Rewards of the turns, part of `reward`; empty: the episode is rewarded as a whole."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -208,7 +209,7 @@ async def play(
         began = loop.time()  # it may have waited for room
         while isinstance(said, Turn):
             if episode.turns and (ended := _limit(said, limits, loop.time() - began)) is not None:
-                episode.ended = ended
+                episode.ended, episode.reward = ended, 0.0
                 return
             episode.asked(said, limits)
             answer = await generate(episode)
@@ -228,7 +229,7 @@ async def play(
         episode.turn_rewards = said.turn_rewards
     finally:
         if isinstance(said, Turn):
-            await environment.end([episode.id])
+            await environment.end(episode.id)
 
 
 def _limit(turn: Turn, limits: Limits, seconds: float) -> Ended | None:

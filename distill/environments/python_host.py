@@ -124,7 +124,6 @@ def _over(id: str, result: Any, turn_rewards: list[float]) -> EpisodeOver:
     metrics = {str(name): float(value) for name, value in figures.items()}
     if reward is not None:
         reward = _figure("the reward", reward)
-    if not any(turn_rewards):
-        return EpisodeOver(id=id, reward=reward, metrics=metrics)
-    total = (reward or 0.0) + sum(turn_rewards)
-    return EpisodeOver(id=id, reward=total, turn_rewards=turn_rewards, metrics=metrics)
+    rewards = turn_rewards if any(turn_rewards) else []
+    total = (reward or 0.0) + sum(rewards) if rewards else reward
+    return EpisodeOver(id=id, reward=total, turn_rewards=rewards, metrics=metrics)

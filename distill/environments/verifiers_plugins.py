@@ -110,7 +110,7 @@ class DirectHarness(vf.Harness[vf.HarnessConfig]):
         try:
             async with student, _connected(mcp_urls, self.config.tool_timeout) as tools:
                 if tools:
-                    asked["tools"] = [tool.schema(name) for name, tool in tools.items()]
+                    asked["tools"] = [tool.schema for tool in tools.values()]
                 refused = await _completed(student, f"{endpoint}/chat/completions", asked, tools)
         except ExceptionGroup as group:  # of the clients' tasks, which hide what happened
             raise _first(group) from None
@@ -148,13 +148,10 @@ def _first(error: Exception) -> Exception:
 
 class _Tool(NamedTuple):
     server: Client
-    tool: Any
-    """The tool as its server lists it."""
-
-    def schema(self, name: str) -> dict[str, Any]:
-        """What chat completions are told of it."""
-        what = {"description": self.tool.description or "", "parameters": self.tool.input_schema}
-        return {"type": "function", "function": {"name": name, **what}}
+    name: str
+    """Its name at that server."""
+    schema: dict[str, Any]
+    """What chat completions are told of it."""
 
 
 @asynccontextmanager
@@ -178,7 +175,8 @@ async def _connected(urls: Mapping[str, str], seconds: float) -> AsyncIterator[d
                 name = f"{prefix}_{tool.name}" if prefix else tool.name
                 if name in tools:
                     raise ValueError(f"two tools are called {name!r}: give their Toolsets a TOOL_PREFIX each")
-                tools[name] = _Tool(server, tool)
+                what = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
+                tools[name] = _Tool(server, tool.name, {"type": "function", "function": what})
         yield tools
 
 
@@ -197,7 +195,7 @@ async def _called(tools: Mapping[str, _Tool], function: Mapping[str, str]) -> st
     if not isinstance(arguments, dict):
         return "error: arguments must be an object"
     try:
-        answer = await tool.server.call_tool(tool.tool.name, arguments)
+        answer = await tool.server.call_tool(tool.name, arguments)
     except MCPError as error:
         if error.code != INVALID_PARAMS:  # the others are of the connection
             raise

@@ -342,7 +342,7 @@ async def _begun(prompt: Prompt, client: EnvironmentClient, answer: wire.Array) 
         said = await client.begin(id, prompt.task)
         second = await client.proceed(id, said.turn, answer, "stop") if isinstance(said, wire.Turn) else said
     finally:
-        await client.end([id])
+        await client.end(id)
     if not isinstance(said, wire.Turn):
         error = getattr(said, "error", "it is over before the student's first turn")
         raise ConfigError(f"{task} cannot be played: {error}")

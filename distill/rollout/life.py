@@ -336,5 +336,5 @@ class _Patient:
         async with self._playing(id):
             return await self._environment.proceed(id, turn, token_ids, finish_reason)
 
-    async def end(self, ids: list[str]) -> None:
-        await self._environment.end(ids)
+    async def end(self, id: str) -> None:
+        await self._environment.end(id)

@@ -113,10 +113,9 @@ class GuessEnvironment:
             )
         return await self._turn(id, [USER, HIGHER if guess < game.secret else LOWER, ANSWER])
 
-    async def end(self, ids: list[str]) -> None:
-        self.ended += ids
-        for id in ids:
-            self.games.pop(id, None)
+    async def end(self, id: str) -> None:
+        self.ended.append(id)
+        self.games.pop(id, None)
 
     async def _turn(self, id: str, added: list[int]) -> Turn | EpisodeFailed:
         game = self.games[id]
@@ -150,7 +149,6 @@ class Played:
         self.under_way[id].answer(unpack(token_ids).tolist(), finish_reason)
         return await self.under_way[id].next()
 
-    async def end(self, ids: list[str]) -> None:
-        for id in ids:
-            if (playing := self.under_way.pop(id, None)) is not None:
-                await playing.stop(1.0)
+    async def end(self, id: str) -> None:
+        if (playing := self.under_way.pop(id, None)) is not None:
+            await playing.stop(1.0)

@@ -90,7 +90,7 @@ async def played(
             await play(environment, episode, task, generate, limits)
     except (DistillError, TimeoutError) as problem:
         error = f"{type(problem).__name__}: {problem}"
-        await environment.end([name])
+        await environment.end(name)
     [first, *more] = episode.sequences
     return {
         "prompt": first.prompt,
@@ -132,9 +132,10 @@ async def guesses() -> dict[str, Any]:
         untouched = random.random() == drawn
         twice = Played(environment)
         first = await twice.begin("given up", 3)
-        await twice.end(["given up", "unknown"])
+        await twice.end("given up")
+        await twice.end("unknown")
         again = await twice.begin("given up", 3)
-        await twice.end(["given up"])
+        await twice.end("given up")
         return {
             "tasks": environment.tasks,
             "many": many,

@@ -393,7 +393,7 @@ async def test_an_episode_waits_while_as_many_are_under_way_as_may_be(monkeypatc
         assert not waiting.done()
         assert text_of(await client.begin("eval:a:1:0", 0)), "an evaluation does not wait for training"
         assert text_of(await client.begin("x", 0)), "the same one again takes its own place"
-        await client.end(["x"])
+        await client.end("x")
         assert text_of(await waiting)
         monkeypatch.setattr(role, "IDLE_SECONDS", 0.0)
         assert text_of(await client.begin("z", 0)), "one that was forgotten makes room"
@@ -422,7 +422,8 @@ async def test_episodes_begin_at_the_process_with_the_fewest_and_not_at_one_that
             for number in range(6):
                 await client.begin(f"{number}", 0)
             assert [len(service._open()) for service in (one, other)] == [3, 3]
-            await client.end([f"{number}" for number in range(6)])
+            for number in range(6):
+                await client.end(f"{number}")
             assert [len(service._open()) for service in (one, other)] == [0, 0]
         async with client_of(f"http://127.0.0.1:{free_port()}", second) as client:
             for number in range(4):

@@ -326,9 +326,9 @@ async def test_an_old_episode_whose_turn_is_refused_is_dropped_once(play) -> Non
     """It takes a while to end, and batches are formed meanwhile."""
 
     class Slow(GuessEnvironment):
-        async def end(self, ids: list[str]) -> None:
+        async def end(self, id: str) -> None:
             await asyncio.sleep(1.0)
-            await super().end(ids)
+            await super().end(id)
 
     answers: defaultdict[str, int] = defaultdict(int)
 
