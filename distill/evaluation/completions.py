@@ -140,13 +140,9 @@ def read_completions(path: Path, prompt_set: PromptSet) -> list[Completion] | No
             if (ids := row.get("token_ids")) is not None:
                 prompt_ids = prompt_set.prompts[row["index"]].token_ids
                 row["sequences"] = [{"prompt_ids": prompt_ids, "token_ids": ids, "own": [(0, len(ids))]}]
-        return [convert(row, Completion, _ids) for row in rows]
+        return [convert(row, Completion, lambda _, ids: np.array(ids, np.int32)) for row in rows]
     except (msgspec.ValidationError, TypeError) as error:
         raise DataError(f"{path}: {error}; the file was altered: remove it") from None
-
-
-def _ids(_: type, ids: list[int]) -> np.ndarray:
-    return np.array(ids, np.int32)
 
 
 def _is_of(prompt_set: PromptSet, row: Mapping[str, Any]) -> bool:

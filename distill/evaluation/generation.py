@@ -117,8 +117,13 @@ class Generation:
 
         async def generate(replica: Replica) -> None:
             for name, done in [*missing.items()]:
-                rollouts = self._rollouts(version, name)
-                await self._complete(rollouts, Pin(replica, version, self._sets[name].sampling), done)
+                prompt_set = self._sets[name]
+                rollouts = [
+                    Rollout(f"{EVALUATION_ID}{version}:{name}:{index}:{copy}", index, issued=prompt)
+                    for index, prompt in enumerate(prompt_set.prompts)
+                    for copy in range(prompt_set.completions)
+                ]
+                await self._complete(rollouts, Pin(replica, version, prompt_set.sampling), done)
                 completions = [done[rollout.id] for rollout in rollouts]
                 ending[name] = asyncio.create_task(self._end(version, name, completions))
                 del missing[name]
@@ -138,39 +143,29 @@ class Generation:
                     self._timeline.level(replica.name, "evaluate", 0)
         raise Unreachable(f"{LOST_REPLICAS} replicas were lost while they generated with {version}: {lost}")
 
-    def _rollouts(self, version: Version, name: str) -> list[Rollout]:
-        """All of a set; `number`: of the prompt."""
-        prompt_set = self._sets[name]
-        return [
-            Rollout(f"{EVALUATION_ID}{version}:{name}:{index}:{copy}", index, issued=prompt)
-            for index, prompt in enumerate(prompt_set.prompts)
-            for copy in range(prompt_set.completions)
-        ]
-
     async def _complete(self, rollouts: list[Rollout], pin: Pin, done: dict[str, Completion]) -> None:
         """Fill `done` in, by rollout."""
         tasks = sum(rollout.source_prompt.environment is not None for rollout in rollouts)
         failures = _InARow(self._config.guard.bad_answers, tasks, "tasks in a row: mend the environment")
-        left = [rollout for rollout in rollouts if rollout.id not in done]
-        lives = [asyncio.create_task(self._life(rollout, pin, done, failures)) for rollout in left]
+
+        async def life(rollout: Rollout) -> None:
+            prompt = rollout.source_prompt
+            if prompt.environment:
+                async with self._playing:
+                    done[rollout.id] = await self._played(rollout, pin)
+                failures.note(done[rollout.id].error)
+            else:
+                answer = await self._completed(rollout, pin)
+                ids, reason = answer.token_ids, answer.finish_reason
+                done[rollout.id] = Completion.of(rollout.number, prompt.token_ids, ids, reason)
+
+        lives = [asyncio.create_task(life(rollout)) for rollout in rollouts if rollout.id not in done]
         try:
             await asyncio.gather(*lives)
         finally:
             await cancel(lives)
 
     # --- one completion -----------------------------------------------------------------------------------
-
-    async def _life(self, rollout: Rollout, pin: Pin, done: dict[str, Completion], failures: _InARow) -> None:
-        if rollout.source_prompt.environment:
-            async with self._playing:
-                completion = done[rollout.id] = await self._played(rollout, pin)
-            failures.note(completion.error)
-        else:
-            answer = await self._completed(rollout, pin)
-            prompt_ids = rollout.source_prompt.token_ids
-            done[rollout.id] = Completion.of(
-                rollout.number, prompt_ids, answer.token_ids, answer.finish_reason
-            )
 
     async def _completed(self, rollout: Rollout, pin: Pin) -> Generated:
         """What the replica says. Raises Unneeded when it refuses the prompt, or was lost too often."""
@@ -188,7 +183,7 @@ class Generation:
                     raise Unneeded("engine_failed", detail) from lost
 
     async def _played(self, rollout: Rollout, pin: Pin) -> Completion:
-        """The episode of a prompt. As in training, one that a limit ended has reward 0."""
+        """The episode of a prompt."""
         prompt, name = rollout.source_prompt, rollout.source_prompt.environment
         assert name is not None, "a prompt that is completed once is not played"
         backoff, failures, until = Backoff(0.5, 10.0), 0, time.monotonic() + GONE_SECONDS
@@ -220,7 +215,7 @@ class Generation:
             rollout.number,
             [Tokens(part.prompt, np.array(part.token_ids, np.int32), part.own) for part in episode.sequences],
             "failed" if error else episode.finish_reason,
-            reward=episode.reward if error or episode.ended == "over" else 0.0,
+            reward=episode.reward,
             error=error,
             metrics=episode.metrics,
         )
@@ -228,32 +223,27 @@ class Generation:
     # --- a set --------------------------------------------------------------------------------------------
 
     async def _end(self, version: Version, name: str, completions: list[Completion]) -> list[Completion]:
-        """A set's completions with their rewards, once they are in its file."""
+        """A set's completions with their rewards, once they are in its file; episodes have theirs already."""
         prompt_set, path = self._sets[name], file_of(self._config.run_dir, version, name)
         if prompt_set.rewards is not None:
-            await self._reward(name, [made for made in completions if made.metrics is None])
+            pool = self._rewards[name] = self._rewards.get(name) or RewardPool(prompt_set.rewards)
+            unrewarded = [made for made in completions if made.metrics is None]
+            in_a_row = "completions in a row: mend the reward function"
+            failures = _InARow(self._config.guard.bad_answers, len(unrewarded), in_a_row)
+            tasks = [
+                asyncio.create_task(pool.reward(prompt_set.prompts[made.index], made.sequences[0].token_ids))
+                for made in unrewarded
+            ]
+            try:
+                for made, task in zip(unrewarded, tasks, strict=True):
+                    try:
+                        made.reward, made.answer = await task
+                    except DataError as error:
+                        made.error = str(error)
+                    failures.note(made.error)
+            finally:
+                await cancel(tasks)
         return await _written(path, completions, prompt_set)
-
-    async def _reward(self, name: str, completions: list[Completion]) -> None:
-        """Fill rewards in; those of episodes are there already."""
-        prompt_set = self._sets[name]
-        assert prompt_set.rewards is not None, "asked of sets with rewards"
-        pool = self._rewards[name] = self._rewards.get(name) or RewardPool(prompt_set.rewards)
-        in_a_row = "completions in a row: mend the reward function"
-        failures = _InARow(self._config.guard.bad_answers, len(completions), in_a_row)
-        tasks = [
-            asyncio.ensure_future(pool.reward(prompt_set.prompts[made.index], made.sequences[0].token_ids))
-            for made in completions
-        ]
-        try:
-            for made, task in zip(completions, tasks, strict=True):
-                try:
-                    made.reward, made.answer = await task
-                except DataError as error:
-                    made.error = str(error)
-                failures.note(made.error)
-        finally:
-            await cancel(tasks)
 
     # --- the teachers' completions ------------------------------------------------------------------------
 

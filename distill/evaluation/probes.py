@@ -24,6 +24,7 @@ from torch import Tensor
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.models import load_model
+from distill.model_facts import count_parameters
 from distill.scoring import ask, until_answered
 from student_trainer.objectives.config import SFT, ObjectiveConfig, needs, student_topk, teacher_temperature
 from student_trainer.objectives.divergences import Objective, Targets, at, build, mask_log_mass
@@ -59,14 +60,13 @@ async def probe(
     setting = (config.evaluation or EvaluationConfig()).device
     student = await asyncio.to_thread(_loaded, config.student, vocab, setting)
 
-    def plain(source: ModelSource, sequences: Sequence[ScoreSequence]) -> list[torch.Tensor]:
-        teacher = _loaded(source, vocab, setting)
-        return [*map(teacher, sequences)]
+    def plain(source: ModelSource, sequences: Sequence[ScoreSequence]) -> list[Tensor]:
+        return [*map(_loaded(source, vocab, setting), sequences)]
 
     scores = {}
-    logq: list[torch.Tensor] | None
     for name, sequences in request.teachers.items():
         source, device = config.teachers[name], find_device(setting)
+        logq: list[Tensor] | None
         if (reason := await asyncio.to_thread(not_loaded, source, free_bytes(device))) is None:
             logq = await asyncio.to_thread(plain, source, sequences)
         else:
@@ -97,13 +97,7 @@ def not_loaded(teacher: TeacherConfig, free: int) -> str | None:
     """Why no forward pass of ours gives a teacher's scores, beside `free` bytes; None: one does."""
     if is_own(teacher.engine):
         return f"engine {teacher.engine!r} is your own, and need not score as the model of `path` does"
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    trusted = {"trust_remote_code": teacher.trust_remote_code}
-    shape = AutoConfig.from_pretrained(teacher.path, revision=teacher.revision, **trusted)
-    with torch.device("meta"):
-        parameters = AutoModelForCausalLM.from_config(shape, **trusted).num_parameters()
-    if 4 * parameters <= SHARE * free:
+    if 4 * (parameters := count_parameters(teacher)) <= SHARE * free:
         return None
     return (
         f"{parameters / 1e9:.2f} B parameters take {4 * parameters / GIB:.1f} GiB in fp32, and "
@@ -156,8 +150,7 @@ def probe_teacher(
     scores = None
     if not_shown is None and logq_TV is not None:
         scores = [scores_of(*pair) for pair in zip(sequences, logq_TV, strict=True)]
-    known = None if logq_TV is None else change
-    return wire.ReferenceScores(scores, not_shown, loss, gradient, known)
+    return wire.ReferenceScores(scores, not_shown, loss, gradient, None if logq_TV is None else change)
 
 
 def scores_of(sequence: ScoreSequence, logp_TV: Tensor, mask: SamplingMask | None = None) -> wire.Array:

@@ -10,8 +10,19 @@ from p at temperature 1, so
                 sqrt(m/(m−1) · Σ e_i²) / Σn, e_i = x_i − r·n_i: completions are independent, their tokens are
                 not; with several teachers e_i is less its mean over the completions of that teacher
 
-Rows of a model beyond the tokenizer's vocabulary do not exist for it. The evaluator computes the sums. M
-completions in shapes.
+Rows of a model beyond the tokenizer's vocabulary do not exist for it. The evaluator computes the sums.
+
+pass@1 is the mean over prompts of the share of a prompt's completions that pass; avg@k the mean of the mean
+reward; maj@k the share of prompts whose most frequent answer passes, where answers that tie share the vote.
+
+Intervals are over prompts, whose completions are not independent. With m_i the mean of prompt i of P, m their
+mean and s² = Σ(m_i − m)²/(P−1):
+
+    shares    Wilson's score interval of m with the effective size n = m(1−m)·P/s², at least P (completions
+              of a prompt agree) and at most P·k (they are independent); for k = 1 it is Wilson's interval
+    means     m ± t·s/√P, t of Student's distribution with P−1 degrees of freedom; one prompt has no interval
+
+Letters in shapes: M completions, P prompts.
 """
 
 from __future__ import annotations
@@ -24,15 +35,14 @@ import msgspec
 import numpy as np
 
 from distill.config.evaluation import HELD_OUT
-from distill.evaluation import statistics
 from distill.evaluation.completions import Completion, behaviour
 from distill.evaluation.sets import PromptSet
 from distill.interfaces import Transform
 from distill.prompts.rewards import VOTING
-from sync.wire import EvalReply, EvalReport, EvalRequest, PartReport, SetReport, Version, pack
+from sync.wire import Estimate, EvalReply, EvalReport, EvalRequest, PartReport, SetReport, Version, pack
 
-Route = Callable[[str], str]
-"""Data source → teacher; empty: there are none."""
+Z = 1.959964
+"""Quantile of the normal distribution, for intervals of 95 %."""
 
 
 class ReverseKL(NamedTuple):
@@ -79,10 +89,11 @@ class Comparison:
         version: Version,
         completions: Sequence[Completion],
         prompt_set: PromptSet,
-        route: Route,
+        route: Callable[[str], str],
         shown: Mapping[str, Transform],
     ) -> None:
-        """`shown`: what teachers with a tokenizer of their own see of a prompt, by name."""
+        """`route`: data source → teacher; empty: there are none. `shown`: what teachers with a tokenizer of
+        their own see of a prompt, by name."""
         self._count = len(completions)
         self._numbers: dict[str, list[int]] = {}
         """Teacher → the completion that each of its sequences is of."""
@@ -118,7 +129,7 @@ def report_of(
     completions: Mapping[str, list[Completion]],
     compared: list[ReverseKL],
     reference: list[Completion] | None,
-    route: Route,
+    route: Callable[[str], str],
     seconds: float,
 ) -> EvalReport:
     """The report of a version; `completions` by set, the held-out ones among them."""
@@ -126,7 +137,7 @@ def report_of(
     passed = [prompt_set.passes(completion.index, completion.reward) for completion in held_out]
     of_all = _figures(compared, held_out, passed, range(len(held_out)))
     rated = of_all.pass_rate is not None
-    interval = statistics.share(_per_prompt(passed, prompt_set.completions), 1) if rated else None
+    interval = share(_per_prompt(passed, prompt_set.completions), 1) if rated else None
     sources = [prompt_set.prompts[completion.index].source for completion in held_out]
     return EvalReport(
         version=version,
@@ -148,16 +159,16 @@ def _set_report(prompt_set: PromptSet, completions: list[Completion]) -> SetRepo
     function = getattr(prompt_set.config, "reward_fn", None)
     if function in VOTING or any(completion.answer is not None for completion in completions):
         rows = [slice(start, start + k) for start in range(0, len(completions), k)]
-        votes = [statistics.majority([o.answer for o in completions[row]], passed[row]) for row in rows]
+        votes = [majority([o.answer for o in completions[row]], passed[row]) for row in rows]
     return SetReport(
         prompts=len(prompt_set.prompts),
         completions=len(completions),
         tokens=sum(completion.tokens for completion in completions),
         truncated=_truncated(completions),
         failed=sum(completion.error is not None for completion in completions),
-        pass_at_1=statistics.share(_per_prompt(passed, k), k),
-        average=statistics.mean(_per_prompt([completion.reward or 0.0 for completion in completions], k)),
-        majority=None if votes is None else statistics.share(np.array(votes), 1),
+        pass_at_1=share(_per_prompt(passed, k), k),
+        average=mean(_per_prompt([completion.reward or 0.0 for completion in completions], k)),
+        majority=None if votes is None else share(np.array(votes), 1),
     )
 
 
@@ -203,3 +214,49 @@ def _figures(
 def _per_prompt(values: Sequence[float], k: int) -> np.ndarray:
     """f8 [P]: mean of each prompt's k completions, which stand together."""
     return np.array(values, float).reshape(-1, k).mean(1)
+
+
+# --- figures of prompts
+
+
+def share(mean_P: np.ndarray, k: int) -> Estimate:
+    """Mean of shares in [0, 1], each over k completions, with Wilson's interval."""
+    p, size = float(mean_P.mean()), float(len(mean_P))
+    if 0 < p < 1 and size > 1:
+        spread = float(mean_P.var(ddof=1))
+        size = min(size * k, max(size, p * (1 - p) * size / spread)) if spread > 0 else size * k
+    centre, divisor = p + Z**2 / (2 * size), 1 + Z**2 / size
+    half = Z * math.sqrt(p * (1 - p) / size + Z**2 / (4 * size**2))
+    return Estimate(p, max(0.0, (centre - half) / divisor), min(1.0, (centre + half) / divisor))
+
+
+def mean(mean_P: np.ndarray) -> Estimate:
+    """Mean of numbers of any scale; of one number, the interval is that number."""
+    value, free = float(mean_P.mean()), len(mean_P) - 1
+    if free == 0:
+        return Estimate(value, value, value)
+    half = _student(free) * float(mean_P.std(ddof=1)) / math.sqrt(free + 1)
+    return Estimate(value, value - half, value + half)
+
+
+def _student(free: int) -> float:
+    """Z of Student's distribution, by Cornish and Fisher's expansion: within 1 % from two degrees on."""
+    z, powers = Z, [1 / free**n for n in range(1, 5)]
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term * power for term, power in zip(terms, powers, strict=True))
+
+
+def majority(answers: Sequence[str | None], passes: Sequence[bool]) -> float:
+    """Share of the vote on one prompt that passes; completions without an answer do not vote."""
+    votes: dict[str, list[bool]] = {}
+    for answer, passed in zip(answers, passes, strict=True):
+        if answer is not None:
+            votes.setdefault(answer, []).append(passed)
+    count = max(map(len, votes.values()), default=0)
+    leading = [sum(passed) / count for passed in votes.values() if len(passed) == count]
+    return sum(leading) / max(1, len(leading))

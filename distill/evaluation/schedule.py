@@ -143,9 +143,7 @@ class Evaluations:
         `last`: it is the run's last one, with every named set; a known report stays as it is.
         """
         async with self._turn:
-            known = [
-                evaluation for evaluation in self._record.state.evaluations if evaluation.version == version
-            ]
+            known = [report for report in self._record.state.evaluations if report.version == version]
             return known[0] if known else await self._evaluate(version, last or version.step >= self._steps)
 
     async def _evaluate(self, version: wire.Version, last: bool) -> wire.EvalReport:
@@ -175,9 +173,7 @@ class Evaluations:
         """The reports of the current lineage's ancestry: without what was rolled back."""
         state = self._record.state
         return [
-            evaluation
-            for evaluation in state.evaluations
-            if state.step_of(evaluation.version) == evaluation.version.step
+            report for report in state.evaluations if state.step_of(report.version) == report.version.step
         ]
 
     async def report(self, version: wire.Version, names: Sequence[str]) -> wire.EvalReport:

@@ -15,10 +15,11 @@ from string import Template
 from typing import Any, Final
 
 import yaml
+from huggingface_hub import metadata_load
 
 from distill.config import RunConfig
 from distill.config.prompts import DatasetPrompts, sources_of
-from distill.evaluation.statistics import Z
+from distill.evaluation.report import Z
 from distill.metrics.names import HELD_OUT, SETS
 from distill.metrics.summary import clock, versions
 from student_trainer.objectives.config import Own
@@ -153,20 +154,14 @@ def _student_card(student: ModelSource) -> dict[str, Any]:
     """
     card: dict[str, Any] = {}
     for name in ("config.json", CARD):
-        path = Path(student.path) / name
+        path: Path | None = Path(student.path) / name
         try:
             if not Path(student.path).is_dir():
-                if (reachable := optional_file(student.path, student.revision, name)) is None:
-                    continue
-                path = reachable
-            text = path.read_text()
-            if name == CARD:
-                text = text.removeprefix("---\n").partition("\n---")[0] if text.startswith("---\n") else "{}"
-            fields = yaml.safe_load(text)  # JSON too
-        except (OSError, ValueError, yaml.YAMLError) as error:
+                path = optional_file(student.path, student.revision, name)
+            if path is not None:
+                card |= (metadata_load(path) if name == CARD else json.loads(path.read_bytes())) or {}
+        except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
             log.debug("%s of %s is not read: %s", name, student.path, error)
-        else:
-            card |= fields if isinstance(fields, dict) else {}
     return card
 
 
@@ -176,14 +171,11 @@ def facts(config: RunConfig, summary: Mapping[str, Any], version: str | None) ->
     yield "student", _shown(config.student.path)
     for name, teacher in config.teachers.items():
         yield f"teacher {name}", f"{_shown(teacher.path)}, {teacher.dtype}, engine {teacher.engine}"
-    named = [
-        (
-            source.type,
-            next(filter(None, (getattr(source, key, None) for key in ("path", "task", "environment")))),
-        )
-        for source in sources_of(config.prompts).values()
-    ]
-    yield "prompts", ", ".join(f"{kind} {_shown(str(name))}" for kind, name in named)
+    prompts = []
+    for source in sources_of(config.prompts).values():
+        name = next(getattr(source, key) for key in ("path", "task", "environment") if hasattr(source, key))
+        prompts.append(f"{source.type} {_shown(str(name))}")
+    yield "prompts", ", ".join(prompts)
     yield "version", f"{version}, of {config.run.steps} steps"
     yield "rollouts", f"{config.rollout.batch} per step, up to {config.rollout.max_tokens} tokens each"
     if summary:

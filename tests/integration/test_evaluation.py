@@ -10,8 +10,8 @@ from run_on_letters import NAME, command
 from tiny_models import model_of
 from whole_run import called, ended_well, over
 
-from distill.evaluation import statistics
 from distill.evaluation.completions import file_of
+from distill.evaluation.report import share
 from distill.tasks.sort_letters import VOCABULARY, letter_tokenizer, make
 from sync.base.jsonl import read_lines
 from sync.wire import Estimate, Version
@@ -73,7 +73,7 @@ def check_set(report: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         passed.append(task.reward(prompt, row["token_ids"]))
         assert row["reward"] == passed[-1]
     means = torch.tensor(passed, dtype=torch.float64).view(10, K).mean(1).numpy()
-    assert Estimate(**report["pass_at_1"]) == statistics.share(means, K)
+    assert Estimate(**report["pass_at_1"]) == share(means, K)
 
 
 def check_evaluate(tmp_path: Path, words: list[str], final: Path) -> None:

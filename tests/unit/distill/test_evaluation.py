@@ -20,11 +20,11 @@ from tiny_models import model_of
 
 from distill.controller import Controller
 from distill.evaluation import evaluator as evaluating
-from distill.evaluation import generation, statistics
+from distill.evaluation import generation
 from distill.evaluation.completions import KEPT, file_of, remove_old, write_completions
 from distill.evaluation.evaluator import parts
 from distill.evaluation.models import load_model
-from distill.evaluation.report import ReverseKL, total
+from distill.evaluation.report import ReverseKL, Z, majority, mean, share, total
 from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import letter_tokenizer
 from sync.base import durable
@@ -219,7 +219,7 @@ async def test_a_named_set_has_its_own_sampling_rewards_and_votes(models: Path) 
     assert [row["answer"] for row in letters] == said
     passed = np.array([text == "b" for text in said], float).reshape(3, 4)
     assert [row["reward"] for row in letters] == passed.flatten().tolist()
-    assert found.pass_at_1 == statistics.share(passed.mean(1), 4)
+    assert found.pass_at_1 == share(passed.mean(1), 4)
     assert found.average.value == passed.mean()
     assert found.majority is not None
     assert report.sets["sorting"].majority is None
@@ -294,21 +294,21 @@ async def test_a_reward_function_that_always_fails_ends_the_evaluation(models: P
 
 def test_with_one_completion_the_interval_is_wilsons() -> None:
     """8 of 30: the roots of (p − p̂)² = z² p(1 − p)/n."""
-    found = statistics.share(np.array([1.0] * 8 + [0.0] * 22), 1)
-    n, z, p = 30, statistics.Z, 8 / 30
+    found = share(np.array([1.0] * 8 + [0.0] * 22), 1)
+    n, z, p = 30, Z, 8 / 30
     low, high = np.sort(np.roots([1 + z * z / n, -(2 * p + z * z / n), p * p]))
     assert (found.value, found.low, found.high) == pytest.approx((p, low, high))
 
 
 def test_completions_that_agree_count_once_and_independent_ones_each() -> None:
-    agree, once = (statistics.share(np.array([1.0] * 8 + [0.0] * 22), k) for k in (16, 1))
+    agree, once = (share(np.array([1.0] * 8 + [0.0] * 22), k) for k in (16, 1))
     assert (agree.low, agree.high) == pytest.approx((once.low, once.high))
-    same = statistics.share(np.full(30, 0.5), 16)
-    alone = statistics.share(np.array([0.0, 1.0] * 240), 1)
+    same = share(np.full(30, 0.5), 16)
+    alone = share(np.array([0.0, 1.0] * 240), 1)
     assert (same.low, same.high) == pytest.approx((alone.low, alone.high))
     for value in (0.0, 1.0):
-        never = statistics.share(np.full(30, value), 16)
-        assert never.high - never.low == pytest.approx(statistics.Z**2 / (30 + statistics.Z**2))
+        never = share(np.full(30, value), 16)
+        assert never.high - never.low == pytest.approx(Z**2 / (30 + Z**2))
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_claims() -> None:
@@ -316,21 +316,21 @@ def test_the_interval_covers_the_truth_as_often_as_it_claims() -> None:
     random, held = np.random.default_rng(0), 0
     for _ in range(1000):
         chance = random.beta(0.5, 1.0, size=60)
-        found = statistics.share(random.binomial(4, chance) / 4, 4)
+        found = share(random.binomial(4, chance) / 4, 4)
         held += found.low <= 1 / 3 <= found.high
     assert 0.93 < held / 1000 < 0.975
 
 
 def test_one_prompt_is_one_observation_however_often_it_is_completed() -> None:
-    assert statistics.share(np.array([0.25]), 16) == statistics.share(np.array([0.25]), 1)
-    assert statistics.mean(np.array([3.0])) == Estimate(3.0, 3.0, 3.0)
+    assert share(np.array([0.25]), 16) == share(np.array([0.25]), 1)
+    assert mean(np.array([3.0])) == Estimate(3.0, 3.0, 3.0)
 
 
 @pytest.mark.parametrize(("prompts", "quantile"), [(3, 4.3027), (4, 3.1824), (11, 2.2281), (31, 2.0423)])
 def test_the_mean_of_rewards_has_students_interval(prompts: int, quantile: float) -> None:
     """Quantiles of 97.5 % from a table."""
     rewards = np.random.default_rng(0).normal(size=prompts)
-    found = statistics.mean(rewards)
+    found = mean(rewards)
     half = quantile * float(rewards.std(ddof=1)) / math.sqrt(prompts)
     assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.01)
     assert found.value == pytest.approx(rewards.mean())
@@ -350,7 +350,7 @@ def test_the_most_frequent_answer_decides(
     answers: list[str | None], passes: list[bool], expected: float
 ) -> None:
     for order in itertools.islice(itertools.permutations(range(len(answers))), 24):
-        assert statistics.majority([answers[i] for i in order], [passes[i] for i in order]) == expected
+        assert majority([answers[i] for i in order], [passes[i] for i in order]) == expected
 
 
 # --- models -----------------------------------------------------------------------------------------------
