@@ -279,9 +279,8 @@ class Episodes:
 
 
 def _played(rollout: Rollout, episode: Episode) -> list[Rollout]:
-    """A completion for every context. An episode that a limit ended has reward 0."""
-    reward, played = episode.reward if episode.ended == "over" else 0.0, list[Rollout]()
-    earned = [0.0, *accumulate(episode.turn_rewards)]
+    """A completion for every context."""
+    played, earned = list[Rollout](), [0.0, *accumulate(episode.turn_rewards)]
     for place, sequence in enumerate(episode.sequences):
         name = rollout.id if place == 0 else f"{rollout.id}+{place}"
         prompt = replace(rollout.source_prompt, id=name, token_ids=sequence.prompt)
@@ -291,7 +290,7 @@ def _played(rollout: Rollout, episode: Episode) -> list[Rollout]:
             id=name,
             issued=prompt,
             own=tuple(sequence.own),
-            reward=reward,
+            reward=episode.reward,
             earned=tuple(before) if any(before) else (),
             continues=place > 0,
         )
