@@ -53,7 +53,7 @@ class Weights:
             trained = ((name, p) for name, p in self.parameters.items() if p.requires_grad)
             self.parameters = {name.replace(_ADAPTER, "."): p for name, p in trained}
         else:  # and what no gradient reaches: the correction of scores in DeepSeek-V3's routers
-            saved, buffers = model.state_dict().keys(), model.named_buffers()
+            saved, buffers = model.state_dict().keys(), model.named_buffers(remove_duplicate=False)
             self.parameters |= {name: b for name, b in buffers if name in saved and b.is_floating_point()}
         wrong = {name: p.dtype for name, p in self.parameters.items() if p.dtype not in DTYPES}
         if wrong:

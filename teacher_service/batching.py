@@ -144,6 +144,10 @@ class Batcher:
             began = time.monotonic()
             try:
                 return function()
+            except StopIteration as error:  # no future takes it
+                raise DataError(
+                    "the engine raised StopIteration: return or yield what is asked for"
+                ) from error
             finally:
                 self._metrics.busy.inc(time.monotonic() - began)
 

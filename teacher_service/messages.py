@@ -35,7 +35,7 @@ _BLOCK_BYTES: Final = 4096
 
 
 class BadRequest(RemoteError):
-    """A request that is refused as a whole, whatever the engine has to do."""
+    """A request that is refused as a whole, before the engine has it."""
 
     status = 422
 

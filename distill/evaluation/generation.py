@@ -52,7 +52,7 @@ from distill.rollout.ends import Lost, Unneeded, Unusable
 from distill.rollout.replica_pool import Replica, ReplicaPool
 from distill.scoring import ask, until_answered
 from distill.waits import EVALUATION, GENERATION, PLAY
-from sync.base.errors import DataError, DistillError, RemoteError, Unreachable, WireError
+from sync.base.errors import DataError, DistillError, RemoteError, Unreachable
 from sync.base.retry import Backoff
 from sync.wire import EVALUATION_ID, Generated, TeacherCompletion, TeacherPrompt, Version, checks, pack
 
@@ -274,7 +274,7 @@ class Generation:
         return await _written(path, completions, prompt_set)
 
     async def _by_teacher(self, name: str, messages: list[TeacherPrompt]) -> list[Completion]:
-        """Sampled like the student's. Raises RemoteError for a refusal, WireError for one of no use."""
+        """Sampled like the student's. Raises RemoteError for a refusal, and for one of no use."""
         prompts, sampling = self._sets[HELD_OUT].prompts, self._sets[HELD_OUT].sampling
         teacher, limit = self._parts.teachers[name], sampling.max_tokens
         request = partial(teacher.generate, max_tokens=limit, stop_token_ids=sampling.stop_token_ids)
@@ -283,7 +283,7 @@ class Generation:
             if not isinstance(answer, TeacherCompletion):
                 raise RemoteError(f"teacher {name} refuses a prompt of the evaluation: {answer.error}")
             if problem := checks.teacher_completion(answer, limit, self._parts.vocab_size):
-                raise WireError(f"a completion of teacher {name} cannot be used: {problem}")
+                raise RemoteError(f"a completion of teacher {name} cannot be used: {problem}")
             index = int(answer.id)
             ids, reason = prompts[index].token_ids, answer.finish_reason
             completions.append(Completion.of(index, ids, answer.token_ids, reason))

@@ -83,22 +83,25 @@ def append(path: Path, data: bytes, durable: bool = False) -> bool:
     `durable`: it is on disk when this returns."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        if error.errno in FULL:
+            return False
+        raise
+    try:
         size, rest = os.fstat(handle).st_size, memoryview(data)
         try:
             while rest:
                 rest = rest[os.write(handle, rest) :]
             if durable:
                 os.fsync(handle)
-        except OSError:
+        except OSError as error:
             os.ftruncate(handle, size)
+            if error.errno in FULL:
+                return False
             raise
-        finally:
-            os.close(handle)
-    except OSError as error:
-        if error.errno in FULL:
-            return False
-        raise
-    return True
+        return True
+    finally:
+        os.close(handle)
 
 
 def until_disk_space(

@@ -22,7 +22,7 @@ def check_json_format(where: object, data: bytes, reads: int) -> None:
 
     So does what is no such object: whoever reads it next says what it should be.
     """
-    number: Any = reads
+    number: Any = None
     with suppress(ValueError, RecursionError):
-        number = json_decoder(dict[str, Any]).decode(data).get("format", reads)
-    check_format(where, number, reads)
+        number = json_decoder(dict[str, Any]).decode(data).get("format")
+    check_format(where, number if type(number) is int else reads, reads)

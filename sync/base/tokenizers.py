@@ -127,10 +127,12 @@ def rendered(tokenizer: Any, variables: Mapping[str, Any] = {}) -> list[str]:
     whole = [system, user, {"role": "assistant", "content": "B."}, {"role": "user", "content": "C?"}]
     from jinja2 import TemplateError
 
-    texts, how = [], {"tokenize": False, "add_generation_prompt": True, "strftime_now": _DAY.strftime}
+    texts, further = [], {"strftime_now": _DAY.strftime, **variables}
     for messages in ([user], whole):
         try:
-            text = tokenizer.apply_chat_template(messages, **{**how, **variables})
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **further
+            )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             text = f"refused: {type(error).__name__}"
         texts.append(str(text))

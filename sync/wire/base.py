@@ -13,7 +13,7 @@ import numpy as np
 from sync.base.decoding import msgpack_decoder
 from sync.base.errors import WireError
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 CONTENT_TYPE: Final = "application/x-msgpack"
 DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "u1": np.dtype("u1"),

@@ -176,9 +176,10 @@ class LocalStates:
     def read(self, items: Sequence[Item]) -> torch.Tensor:
         """[C, H] in the model's dtype, after the final norm: of the token before each scored one; for up to
         CONCURRENCY threads. Raises DataError for a batch that is refused, Unreachable when all would be."""
-        return in_loop(self._batch(items)).result()
+        return torch.cat(in_loop(self._batch(items)).result())
 
-    async def _batch(self, items: Sequence[Item]) -> torch.Tensor:
+    async def _batch(self, items: Sequence[Item]) -> list[torch.Tensor]:
+        """By item."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         parts: list[Any] = await asyncio.gather(*map(self._sequence, items), return_exceptions=True)
@@ -187,7 +188,7 @@ class LocalStates:
                 raise base.EngineEnded("vLLM's engine has ended, its log names the cause") from part
             if isinstance(part, BaseException):
                 raise DataError(f"vLLM refuses a sequence: {part}") from part
-        return torch.cat(parts)
+        return parts
 
     async def _sequence(self, item: Item) -> torch.Tensor:
         from vllm.inputs.engine import tokens_input

@@ -31,6 +31,7 @@ from sync.base import durable
 from sync.base.errors import DataError, RemoteError, Unreachable
 from sync.base.settings import ModelSource
 from sync.wire import Behaviour, Estimate, Generated, GenerateRequest, Version, VersionSpan, pack
+from sync.wire.teacher import TeacherCompletion, TeacherPrompt
 from teacher_service.engines.base import Item
 
 pytestmark = pytest.mark.usefixtures("ends_workers")
@@ -85,6 +86,15 @@ async def test_of_a_teacher_without_hidden_states_and_completions_it_is_estimate
     rest = ((sampled_R - ratio * tokens_R) ** 2).sum()
     assert found.reverse_kl == pytest.approx(ratio, rel=1e-4)
     assert found.reverse_kl_error == pytest.approx(math.sqrt(12 / 11 * rest) / tokens_R.sum(), rel=1e-4)
+
+
+async def test_a_completion_of_no_use_of_a_teacher_is_not_held_against_the_evaluator(models: Path) -> None:
+    class Spoiled(Teacher):
+        def _completion(self, prompt: TeacherPrompt, max_tokens: int) -> TeacherCompletion:
+            return replace(super()._completion(prompt, max_tokens), logprob=pack(np.full(2, -np.inf, "f4")))
+
+    with pytest.raises(RemoteError, match="a completion of teacher t cannot be used"):
+        await evaluated(evaluator(models, teacher=Spoiled(models / "teacher")))
 
 
 def test_the_error_of_several_teachers_counts_that_their_shares_of_the_tokens_vary() -> None:

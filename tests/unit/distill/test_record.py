@@ -118,6 +118,8 @@ def test_a_source_of_another_format_is_refused_whichever_it_is(tmp_path: Path) -
     alter(newest / "checkpoint.json", format=7)
     with pytest.raises(DataError, match="has format 7"):  # although an older one is whole
         resume(tmp_path, start)
+    alter(newest / "checkpoint.json", format="1")  # which is damage: the older one is taken
+    assert resume(tmp_path, start).trainer.checkpoint == Version(0, 0)
     alter(newest / "checkpoint.json", format=1)
     alter(sources["stream-prompts.json"], format=9)
     assert "has format 9" in audit(tmp_path).violations["record_damaged"][0]

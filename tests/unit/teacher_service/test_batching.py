@@ -147,6 +147,16 @@ async def test_a_batch_that_fails_is_computed_request_by_request() -> None:
     np.testing.assert_array_equal(good[0].logprob_C, expected.logprob_C)
 
 
+async def test_an_engine_that_raises_what_no_future_takes_fails_that_sequence_alone() -> None:
+    async with running(RecordingEngine(StopIteration())) as (engine, batcher):  # type: ignore[arg-type]
+        engine.gate.set()
+        bad, good = submit(batcher, [item(3, POISON)]), submit(batcher, [item(4)])
+        await all_done(bad, good)
+        assert batcher.healthy
+    assert "the engine raised StopIteration" in str(bad.outcomes[0])
+    assert isinstance(good.outcomes[0], EngineScores)
+
+
 async def test_an_upstream_that_is_gone_is_no_fault_of_the_sequences() -> None:
     async with running(RecordingEngine(Unreachable("gone"))) as (engine, batcher):
         request = submit(batcher, [item(3), item(3, POISON)])
