@@ -33,7 +33,7 @@ from distill.interfaces import Common, Components, Hooks
 from distill.metrics.samples import Quarantine
 from distill.metrics.summary import Advice, digest_of_all, gauges, identity, of_evaluation, of_step, summarise
 from distill.metrics.timeline import Timeline
-from distill.record.changes import Concluded, VersionApplied
+from distill.record.changes import Checkpointed, Concluded, VersionApplied
 from distill.record.record import Record
 from distill.record.resume import Resume
 from distill.registry import Registry, expected_machines
@@ -104,7 +104,7 @@ class Controller:
         self._stepped = time.monotonic()
         self._socket = listen(config.controller.host, config.controller.port, token)
         self._app = application(self.session, self.registry, parts, self.figures, self.why, token)
-        self._interrupted = asyncio.Event()
+        self._checkpoint_saved, self._interrupted = asyncio.Event(), asyncio.Event()
         self._left = self._shown = False
         self._failure: str | None = None
         self.root = ""
@@ -123,6 +123,7 @@ class Controller:
         on(TrainerWelcome, self._trainer_opened, self._hooks.opened, lambda _: self.pool.published())
         on(StepReport, self._step_reported)
         on(Published, self._published)
+        on(Checkpointed, lambda _: self._checkpoint_saved.set())
         on(Heartbeat, self.heartbeats.heard, lambda beat: self.waits.report(beat.does))
         # replicas and servers
         on(VersionApplied, self._note_update)
@@ -141,6 +142,7 @@ class Controller:
             self.record.flush(),
             self.batcher.run(),
             self.heartbeats.run(),
+            self._tidy(),
             self.waits.watch(self._stands_still),
             self._note_root(),
             *([self.evaluations.run()] if self.evaluations else []),
@@ -221,6 +223,12 @@ class Controller:
             await cancel(tasks)
             await self.evaluations.generation.close()
             self.close()
+
+    async def _tidy(self) -> None:
+        while True:
+            await self._checkpoint_saved.wait()
+            self._checkpoint_saved.clear()
+            await self.record.tidy(self.config.trainer.keep_checkpoints)
 
     # --- what the launcher calls --------------------------------------------------------------------------
 

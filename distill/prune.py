@@ -100,6 +100,11 @@ def _layers(model: Any, teacher: str, layers: int) -> nn.ModuleList:
             f"{teacher} has quantised weights, or no list of layers to leave out: name a model in full "
             "precision whose decoder has `layers`"
         )
+    if getattr(model.config, "num_hidden_layers", None) != len(decoder_layers):
+        raise ConfigError(
+            f"{teacher} says in a part of its config.json how many layers it has, as models of images and "
+            "text do: name one of text alone"
+        )
     if layers not in range(1, count := len(decoder_layers)):
         raise ConfigError(f"--layers {layers}: {teacher} has {count}, keep 1 to {count - 1} of them")
     return decoder_layers

@@ -24,7 +24,7 @@ from torch import Tensor
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.models import load_model
-from distill.model_facts import count_parameters
+from distill.model_facts import on_meta
 from distill.scoring import ask, until_answered
 from student_trainer.objectives.config import SFT, ObjectiveConfig, needs, student_topk, teacher_temperature
 from student_trainer.objectives.divergences import Objective, Targets, at, build, mask_log_mass
@@ -97,7 +97,8 @@ def not_loaded(teacher: TeacherConfig, free: int) -> str | None:
     """Why no forward pass of ours gives a teacher's scores, beside `free` bytes; None: one does."""
     if is_own(teacher.engine):
         return f"engine {teacher.engine!r} is your own, and need not score as the model of `path` does"
-    if 4 * (parameters := count_parameters(teacher)) <= SHARE * free:
+    parameters = sum(parameter.numel() for parameter in on_meta(teacher).parameters())
+    if 4 * parameters <= SHARE * free:
         return None
     return (
         f"{parameters / 1e9:.2f} B parameters take {4 * parameters / GIB:.1f} GiB in fp32, and "

@@ -93,7 +93,7 @@ def planned(
     """Which processes this launcher starts, and where all servers are, or will register.
 
     On a cluster they are clients of the engine, and the controller listens where its machines reach it,
-    unless it has an address of its own. `say` gets who is to register, and a line for each machine. Raises
+    unless it has an address of its own. `say` gets a line for each machine, and who is to register. Raises
     ConfigError for what does not fit.
     """
     if config.cluster.type == "local":
@@ -102,16 +102,17 @@ def planned(
         return config, plan_servers(config, token, ports)
     expected = expected_servers(config)
     machines = [f"{config.trainer.nodes} x distill train"] if config.controller.trainer == "external" else []
-    if names := [*expected, *machines]:
-        say(f"expected to register within {config.run.start_seconds:g} s: {', '.join(names)}")
-    plan = Plan(places(config, expected), expected=expected)
+    names, plan = [*expected, *machines], Plan(places(config, expected), expected=expected)
+    told = [f"expected to register within {config.run.start_seconds:g} s: {', '.join(names)}"] * bool(names)
     if engine is None:
+        for line in told:
+            say(line)
         return config, plan
     if is_loopback(config.controller.host) or config.controller.host in WILDCARDS:
         config = config.with_(controller={"host": engine.host})
     role_needs = needs(config, any(node.gpus for node in engine.nodes))
     where = place(role_needs, engine.nodes)
-    for line in lines(where, role_needs):
+    for line in [*lines(where, role_needs), *told]:
         say(line)
     env = folder.keep_token(token) | secrets.environment(config.model_dump(mode="json"))
     for need in role_needs:

@@ -267,7 +267,7 @@ def main() -> int:
                 return 0
             end = asyncio.run(drive(ray, order))
     except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{'ray: ' * bool(order.nodes)}{error}\n")
         return 2
     if end.why:
         say(f"{order.name} {end.why}")  # last: Ray says much by itself

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 class TrainerSession:
     """Bound to one controller; hands out the batches of the run's steps, cut by `shape`.
 
-    Out: Batch, with its arrays, when it is packed (again after a resume). TrainerWelcome, StepReport and
-    Published, each once, after it is recorded: what was sent twice, or comes from a trainer that is over,
-    changes nothing. And Heartbeat.
+    Out: Batch, with its arrays, when it is packed (again after a resume). TrainerWelcome, StepReport,
+    Published and Checkpointed, each once, after it is recorded: what was sent twice, or comes from a trainer
+    that is over, changes nothing. And Heartbeat.
     """
 
     poll_seconds = 20.0  # longest wait of a request for a batch
@@ -39,7 +39,6 @@ class TrainerSession:
         self.broadcasts = broadcasts
         self._record, self._shape, self._steps = common.record, shape, common.config.run.steps
         self._events, self._changed = common.events, Signal()
-        self._keep_checkpoints = common.config.trainer.keep_checkpoints
         self._world_size, self._sharing = 1, 1  # ranks, and how many of them are given the same rows
         self._shares: dict[int, list[bytes]] = {}  # step → encoded shares, of the newest steps
         self._encoding = asyncio.Lock()
@@ -237,8 +236,9 @@ class TrainerSession:
             answer = self._publish(event)
         elif isinstance(event, CheckpointSaved):
             if event.version not in state.checkpoints[-1:]:
-                self._record.write(Checkpointed(event.version, event.path))
-                await self._record.tidy(self._keep_checkpoints)
+                saved = Checkpointed(event.version, event.path)
+                self._record.write(saved)
+                self._events.emit(saved)
         else:
             self.final = event
         await self._record.store.commit()

@@ -14,13 +14,15 @@ BACKEND: Final = "distill"
 
 
 def register() -> None:
-    """Register the engine by name, without importing it. vLLM calls this once in each process."""
+    """Register the engine by name, without importing it. Calling again changes nothing."""
     redact_process()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
     from sync.vllm import vllm_compat
 
+    if BACKEND in WeightTransferEngineFactory._registry:
+        return
     WeightTransferEngineFactory.register_engine(BACKEND, "sync.vllm.engine", "CheckpointEngine")
     vllm_compat.tell_engine_signals()
     if current_platform.is_cpu():

@@ -50,7 +50,7 @@ class EvalReply(Message, frozen=True):
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A mean over prompts, with its 95 % confidence interval (`distill.evaluation.statistics`)."""
+    """A mean over prompts, with its 95 % confidence interval (`distill.evaluation.report`)."""
 
     value: Number
     low: Number
