@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from small_config import make_config
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Qwen3Config, Qwen3ForCausalLM
 
 from distill import prune
 from distill.cli.main import _prompts
@@ -193,6 +193,15 @@ def test_what_would_leave_no_layer_or_all_or_a_folder_with_something_in_it_is_re
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         prune.prune(str(teacher), teacher.parent / folder, layers, str(teacher.parent / "rows.jsonl"))
+
+
+def test_a_model_of_images_and_text_is_refused() -> None:
+    width = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    text = width | {"vocab_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
+    vision = width | {"num_hidden_layers": 1, "image_size": 14, "patch_size": 14}
+    both = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)
+    with pytest.raises(ConfigError, match="both says in a part of its config"):
+        prune._layers(AutoModelForCausalLM.from_config(both), "both", 1)
 
 
 # --- figures of how completions read, against numbers counted by hand
