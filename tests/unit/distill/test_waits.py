@@ -32,6 +32,7 @@ NOTHING, INSIDE = "its own work: no party waits for this", "called within a wait
 ALLOWED: Final = {
     "controller._note_root": "pause between two looks for the display",
     "controller._proof": "an interruption, which cuts the end and its waits short",
+    "controller._tidy": NOTHING,
     "controller._trainer_done": "the end of the run; StepBatcher names what the trainer waits for",
     "life.begin": INSIDE,
     "life.proceed": INSIDE,
