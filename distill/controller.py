@@ -191,7 +191,7 @@ class Controller:
         Replicas that are absent or catching up get `seconds` to come back. None: the run was interrupted and
         will be resumed; nothing need be proven until then, but weights that differ are wrong all the same.
         """
-        final, problems, failure = self.session.final, list[str](), None
+        final, failure = self.session.final, None
         version = None if final is None else final.version
         weights = {} if final is None else await compare_weights(self.pool, final, seconds or 0.0)
         if seconds is None:
